@@ -60,7 +60,6 @@ ROWS = {
     "hetero_of_apart": "hetero_training",
     "hetero_equal_shares": "hetero_training",
     "hetero_speed_ratio": "hetero_training",
-    "rate_tables_4096x8_s": "planning.measure_rate_tables",
     "simulate_4096_s": "planning.measure_simulator",
     "delta_bytes_ratio": "weights",
     "delta_bytes_ratio_lr1e-6": "weights",

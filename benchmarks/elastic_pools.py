@@ -25,7 +25,7 @@ from benchmarks.row import BenchmarkRow, median_row
 from benchmarks.run_helpers import LOG, start_driver
 from benchmarks.slurm_jobs import start_dev_cluster
 from pipeline.pools.autoscaler import request_scale
-from pipeline.pools.rollout_scheduler import WORK_LOG
+from pipeline.pools.work_log import WORK_LOG
 from pipeline.run import Run
 from stages.layout import POOLS_FOLDER, STATUS_FILE
 

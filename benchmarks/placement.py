@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.row import BenchmarkRow
@@ -20,16 +19,17 @@ from pipeline.commands.experiment import open_run, run_sft
 from pipeline.driver import Driver
 from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.plan import Plan, PlanningSources
-from pipeline.planning.planner.job_planner import build_plan
-from pipeline.planning.planner.plan_command import build_request, propose_plan
-from pipeline.planning.planner.stage_options import StageOption
+from pipeline.planning.planner.build_problem import build_problem
+from pipeline.planning.planner.plan_command import build_request
+from pipeline.planning.planner.planner import build_plan, propose_plan
+from pipeline.planning.planner.problem import Placement
+from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.profile.profile_pass import ProfileOptions, clone_run, profile_run
 from pipeline.pools.measured_times import measure_times
 from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf import package_paths
 from rlinf.config import validate
-from stages.flow import flow_of
 
 RUNS = 5
 OTHERS = 10
@@ -62,19 +62,16 @@ def measure() -> list[BenchmarkRow]:
         )
         request = build_request(run.config, sources)
         proposal = propose_plan(request)
-        other_plans = draw_plans(
-            request.stage_options(), [row.size + row.place for row in proposal.rows]
-        )
+        other_plans = draw_plans(request, proposal.plan)
         # Alternate, so that a machine that slows down affects all plans.
         chosen_s, other_s = [], []
-        flow = flow_of(run.config)
         for i in range(OTHERS):
             if i % (OTHERS // RUNS) == 0:
                 chosen_s.append(iteration_s(run, proposal.plan, root, f"chosen-{i}"))
                 print(
                     f"  predicted {proposal.forecast.iteration_s:.1f} s, was {chosen_s[-1]:.1f} s"
                 )
-            other_s.append(iteration_s(run, build_plan(other_plans[i], flow), root, f"other-{i}"))
+            other_s.append(iteration_s(run, other_plans[i], root, f"other-{i}"))
             print(f"  another plan: {other_s[-1]:.1f} s")
         median_s = statistics.median(chosen_s)
     rank = 1 + sum(seconds < median_s for seconds in other_s)
@@ -92,22 +89,31 @@ def measure() -> list[BenchmarkRow]:
     ]
 
 
-def draw_plans(
-    options: dict[str, list[StageOption]], chosen: Sequence[str], seed: int = 0
-) -> list[list[StageOption]]:
-    """Return random plans other than the chosen one: any option for each stage."""
-    rng, drawn_keys = random.Random(seed), {tuple(chosen)}
-    plans: list[list[StageOption]] = []
-    options_by_stage = [
-        [o for o in stage_options if o.num_processes <= CORES] for stage_options in options.values()
-    ]
-    while len(plans) < OTHERS:
-        plan = [rng.choice(stage_options) for stage_options in options_by_stage]
-        key = tuple(option.size + option.place for option in plan)
-        if key not in drawn_keys:
-            drawn_keys.add(key)
+def draw_plan(request: PlanRequest, rng: random.Random) -> Plan:
+    """Return a random plan of jobs: any kind and number of devices, at most one for each core."""
+    problem, tables = build_problem(request)
+    jobs = []
+    for stage in problem.stages:
+        choices = [
+            tuple(n * (kind is other) for other in problem.kinds)
+            for kind in problem.kinds
+            for n in range(1, CORES + 1)
+            if kind.name in stage.rates and n <= kind.gpus and stage.rates[kind.name][n] > 0
+            if n == 1 or stage.divisible
+        ]
+        jobs.append(rng.choice(choices))
+    pools = tuple((s,) for s in range(len(jobs)))
+    return build_plan(request, problem, tables, Placement(pools, tuple(jobs), 1))
+
+
+def draw_plans(request: PlanRequest, chosen: Plan, seed: int = 0) -> list[Plan]:
+    """Return random plans that differ from the chosen one."""
+    rng, plans = random.Random(seed), [chosen]
+    while len(plans) <= OTHERS:
+        plan = draw_plan(request, rng)
+        if all(plan.stages != other.stages for other in plans):
             plans.append(plan)
-    return plans
+    return plans[1:]
 
 
 def iteration_s(run: Run, plan: Plan, root: Path, name: str) -> float:

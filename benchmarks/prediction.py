@@ -23,12 +23,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+from benchmarks.placement import draw_plan
 from benchmarks.row import BenchmarkRow
 from benchmarks.slurm_jobs import start_dev_cluster
 from pipeline.commands.experiment import drive, open_run, run_sft
 from pipeline.plan import Plan, PlanningSources, parse_plan
-from pipeline.planning.planner.job_planner import build_plan
-from pipeline.planning.planner.plan_command import assess_plan, build_request, propose_plan
+from pipeline.planning.planner.plan_command import build_request
+from pipeline.planning.planner.planner import assess_plan, propose_plan
 from pipeline.planning.planner.request import PlanRequest
 from pipeline.planning.profile.profile_pass import ProfileOptions, clone_run, profile_run
 from pipeline.pools.measured_times import compare_with_forecast, measure_times
@@ -38,7 +39,6 @@ from rlinf import package_paths
 from rlinf.artifacts import write_atomic
 from stages.flow import flow_of
 
-CORES = 2
 MINUTES, PASSES = 6, 2
 """Minutes of a profile pass, and number of passes. A pass of at least 5.4 minutes also measures
 stages as separate jobs. The second pass adds to the measurements of the first."""
@@ -178,13 +178,8 @@ def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
     """Yield the plans to run: the best plan of jobs, others drawn at random, and pools."""
     flow, rng = flow_of(request.config), random.Random(seed)
     yield "jobs, the best", propose_plan(replace(request, execution="jobs")).plan
-    options_by_stage = {
-        s: [o for o in options if o.num_processes <= CORES]
-        for s, options in request.stage_options().items()
-    }
     for number in range(DRAWN):
-        random_plan = [rng.choice(options) for options in options_by_stage.values()]
-        yield f"jobs, drawn {number + 1}", build_plan(random_plan, flow)
+        yield f"jobs, drawn {number + 1}", draw_plan(replace(request, execution="jobs"), rng)
     for description, (pools, chunks) in POOLS.items():
         named_stages = {stage for stage, _ in pools}
         rest = [stage for stage in flow.direct_dependencies() if stage not in named_stages]

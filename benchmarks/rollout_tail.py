@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.pools import COMPUTE, DEMO, WARM, run, seconds
 from benchmarks.row import BenchmarkRow, median_row
 from pipeline.metrics import stage_manifest
-from pipeline.pools.rollout_scheduler import WORK_LOG
+from pipeline.pools.work_log import WORK_LOG
 from stages.flow import on_policy
 from stages.layout import POOLS_FOLDER
 

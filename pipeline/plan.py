@@ -155,17 +155,6 @@ class TimingCorrection(Section):
     """Measured time of loading and computing, divided by the profiled one."""
 
 
-class Recommendation(Section):
-    """An optional feature of pools, and whether the planner chose it."""
-
-    feature: str
-    chosen: bool
-    saved_s: float | None = None
-    """Seconds per iteration that it saves or would save; null if not predicted."""
-    reason: str
-    """Why it was chosen or not."""
-
-
 class Forecast(Section):
     """The prediction made with the plan. An edited plan keeps it for comparison."""
 
@@ -182,7 +171,6 @@ class Forecast(Section):
     stages: dict[str, StageForecast] = {}
     sources: PlanningSources | None = None
     corrections: tuple[TimingCorrection, ...] = ()
-    recommendations: tuple[Recommendation, ...] = ()
     applied_at: float | None = None
     """When the plan replaced another one (seconds since the epoch); null if it did not. Iterations
     before that do not measure this plan."""

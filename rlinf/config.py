@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from rlinf.errors import ConfigError, did_you_mean
-from rlinf.renamed_keys import RENAMED_KEYS
+from rlinf.renamed_keys import REMOVED_KEYS, RENAMED_KEYS
 
 S = TypeVar("S", bound="Section")
 
@@ -48,10 +48,13 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         path = _keys(problem, values)
         key = ".".join([where, *path] if where else path)
         if problem["type"] == "extra_forbidden":
-            owner = _owner(section, path[:-1])
+            owner, fields = _owner(section, path[:-1])
             hint = did_you_mean(path[-1], owner.model_fields) if owner else ""
-            if owner and RENAMED_KEYS.get(key) in owner.model_fields:
-                hint = f"; it is {RENAMED_KEYS[key]!r} now"
+            general_key = ".".join([*([where] if where else []), *fields, path[-1]])
+            if owner and RENAMED_KEYS.get(general_key) in owner.model_fields:
+                hint = f"; it is {RENAMED_KEYS[general_key]!r} now"
+            if general_key in REMOVED_KEYS:
+                hint = f"; it was removed: {REMOVED_KEYS[general_key]}"
             if where == "algorithm" and path[-1] in OptimizerSection.model_fields:
                 hint = f"; it is optimizer.{path[-1]}"
             raise ConfigError(f"{key}: unknown key{hint}") from None
@@ -94,17 +97,20 @@ def _short(value: Any, max_length: int = 80) -> str:
     return text if len(text) <= max_length else f"{text[:max_length]}..."
 
 
-def _owner(section: type[Section], path: list[str]) -> type[Section] | None:
-    """Return the section class that holds the key at ``path``."""
+def _owner(section: type[Section], path: list[str]) -> tuple[type[Section] | None, list[str]]:
+    """Return the section class that holds the key at ``path``, and the path without the names in
+    tables of sections."""
     node: Any = section
+    fields = []
     for key in path:
         if isinstance(node, type) and issubclass(node, Section):
             field = node.model_fields.get(key)
+            fields.append(key)
             node = field.annotation if field else None
         else:
             # A table of sections by name.
             node = get_args(node)[-1] if get_args(node) else None
-    return node if isinstance(node, type) and issubclass(node, Section) else None
+    return (node if isinstance(node, type) and issubclass(node, Section) else None), fields
 
 
 class NamedComponent(BaseModel):

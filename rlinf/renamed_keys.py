@@ -1,4 +1,4 @@
-"""Keys of the configuration that had another name before, for the error about an unknown key."""
+"""Keys that had another name before, or were removed, for the error about an unknown key."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ RENAMED_KEYS: Mapping[str, str] = {
     "plan.pools.helps_rollout": "also_generates",
     "plan.pools.ranks": "stage_ranks",
     "plan.predicted": "forecast",
-    "plan.predicted.choices": "recommendations",
     "plan.predicted.learnt": "corrections",
     "plan.predicted.since": "applied_at",
     "plan.stages.shares": "speed_weights",
     "plan.stages.time_min": "time_limit_min",
     "plan.together": "hetjob",
     "retention": "checkpoint",
+    "problem.micro_batches": "chunks",
     "reward.batch_tokens": "max_tokens_per_batch",
     "reward.endpoint.backoff_s": "initial_backoff_s",
     "reward.endpoint.concurrency": "max_concurrency",
@@ -188,3 +188,18 @@ RENAMED_KEYS: Mapping[str, str] = {
 }
 """The last part of the current key, by dotted key of version 0.0. This table will be removed in the
 release after 0.1."""
+
+REMOVED_KEYS: Mapping[str, str] = {
+    "problem.allowed": "a stage cannot run on a kind that its seconds leave out",
+    "problem.kinds.wait_s": "give waits_s, the waits by number of nodes, such as {1: 600}",
+    "problem.most_jobs": "limits of accounting bind only rlinf plan; remove it",
+    "problem.shared": "kinds that share nodes bind only rlinf plan; remove it",
+    "scenario.lengths.empirical": "lengths are drawn by sigma and longest",
+    "scenario.lengths.fixed_share": "half of a decoding step does not depend on its samples",
+    "scenario.lengths.gpus_per_worker": "each GPU is a worker",
+    "scenario.lengths.profiled": "measured durations include the tail of long samples",
+    "scenario.lengths.slots": "a worker runs 256 samples at the same time",
+    "scenario.stragglers.balanced": "stages without inputs balance their work",
+    "scenario.walltime": "give walltime_s, the time limit of a job in seconds",
+}
+"""What to do instead, by dotted key. Names of kinds, stages, ... are left out of the keys."""

@@ -53,7 +53,7 @@ ROOMS = {
         1.5,
         PIPELINE,
         "pipeline/pools",
-        ["resident workers: orders, leases,", "work queue, autoscaling"],
+        ["resident workers: scheduler of", "work items, leases, autoscaler"],
     ),
     "core": (
         4.9,

@@ -536,23 +536,19 @@ def profile(
 @app.command()
 def simulate(
     problem: Annotated[
-        str, typer.Argument(help="A problem file (YAML), or a study by name, such as 7b-64")
+        Path, typer.Argument(help="A problem file (YAML), such as plan.problem.yaml of rlinf plan")
     ],
     plan: Annotated[
         Path | None, typer.Option(help="A plan with pools; default: the best plan of the planner")
     ] = None,
-    scenario: Annotated[
-        str | None,
-        typer.Option(help="Disturbances: a YAML file; for a study also calm, tails, ... or all"),
-    ] = None,
+    scenario: Annotated[Path | None, typer.Option(help="A file of disturbances (YAML)")] = None,
     iterations: Annotated[int, typer.Option(help="Iterations to simulate", min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Random seed", min=0)] = 0,
-    png: Annotated[Path | None, typer.Option(help="Write a Gantt chart to this file")] = None,
 ) -> None:
     """Simulate a placement with stragglers, queues and losses."""
     from pipeline.planning.simulator.simulate_command import run_simulate
 
-    run_simulate(problem, plan, scenario, iterations, seed, png)
+    run_simulate(problem, plan, scenario, iterations, seed)
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -183,7 +183,7 @@ def complete_sizes(values: dict[str, Any]) -> dict[str, Any]:
     config = validate(RunConfig, values)
     environment, options = environment_class(config)
     policy, model_options = policy_class(config)
-    processor = policy.check(model_options, environment.model_spec(options))
+    processor = policy.check_spec(model_options, environment.model_spec(options))
     size = environment.task_size(options, processor)
     horizon = max(settings.horizon for settings in options.sets.values())
     evaluate = {**values["evaluate"], "samples": size.test, "horizon": horizon}

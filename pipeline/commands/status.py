@@ -28,7 +28,7 @@ from pipeline.metrics import (
     step_unit,
 )
 from pipeline.pools.pool_status import PoolsStatus, pool_table, read_pools_status
-from pipeline.pools.rollout_scheduler import count_disk_fallbacks
+from pipeline.pools.work_log import count_disk_fallbacks
 from pipeline.run import Run
 from pipeline.run_control import find_driver_job, last_driver_job_id
 from rlinf.errors import RlinfError

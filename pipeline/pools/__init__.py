@@ -1,1 +1,1 @@
-"""Resident pools: their jobs, leases, orders and work queues, as seen by the driver."""
+"""Resident pools as seen by the driver: the scheduler of work items, leases and the autoscaler."""

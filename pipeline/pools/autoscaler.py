@@ -7,23 +7,19 @@ import json
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.graph import StageNode
 from pipeline.metrics import busy_s
 from pipeline.plan import Plan, PoolPlan
+from pipeline.pools.worker_speeds import WorkerSpeeds
 from pipeline.run import Run
 from rlinf.artifacts import write_atomic
 from rlinf.errors import InputError, PlanError
-from stages.flow import Flow
 from stages.layout import POOLS_FOLDER
-
-if TYPE_CHECKING:  # avoids a circular import, and loads less for scaling by the user
-    from pipeline.pools.leases import PoolState
-    from pipeline.pools.rollout_scheduler import RolloutScheduler
 
 log = logging.getLogger("rlinf")
 TARGET_SIZES_FILE = "target_sizes.json"
@@ -83,47 +79,64 @@ def is_autoscaled(run: Path, plan: Plan, pool: int) -> bool:
     return plan.pools[pool].max_workers is not None and not _read_target(run, pool)[1]
 
 
-def autoscale(
-    run: Run,
-    plan: Plan,
-    flow: Flow,
-    generators: Sequence[PoolState],
-    scheduler: RolloutScheduler,
-    iteration: int,
-) -> None:
-    """Set the number of generators after an iteration, if the pool is autoscaled.
+class Autoscaler:
+    """Decides how many generators, workers of the elastic pool, the driver keeps.
 
     Args:
-        generators: one entry per worker of the elastic pool; empty without an elastic pool.
+        speeds: speeds of the generators, which the scheduler measures.
     """
-    first = next(iter(generators), None)
-    if first is None or not is_autoscaled(run.folder, plan, first.number):
-        return
-    requested = [pool for pool in generators if not pool.is_retired]
-    leases = [pool.active_lease for pool in requested]
-    active = [lease.primary_worker for lease in leases if lease is not None]
-    if len(active) < len(requested):
-        return  # some requested workers are not connected yet
-    rollout = StageNode(str(flow.elastic_stage), iteration)
-    stages = [s for s in flow.stages if s not in (rollout.stage, flow.publish_stage)]
-    other_stages_s = sum(busy_s(run.folder, stage, iteration) for stage in stages)
-    overlap = run.config.rollout.staleness > 0
-    load = scheduler.iteration_load(rollout, active, other_stages_s, overlap=overlap)
-    if load is None:
-        return
-    pool_plan = plan.pools[first.number]
-    min_workers, max_workers = pool_plan.workers or 1, pool_plan.max_workers or len(active)
-    target = load.target_workers(len(active), min_workers, max_workers)
-    if target != len(active):
-        log.info(
-            "pool %s: %d workers instead of %d; expected iteration time %.3g s instead of %.3g s",
-            first.number,
-            target,
-            len(active),
-            load.iteration_s(target),
-            load.iteration_s(len(active)),
+
+    def __init__(self, run: Run, plan: Plan, speeds: WorkerSpeeds) -> None:
+        self._run, self._plan, self._speeds = run, plan, speeds
+        pools = enumerate(plan.pools)
+        self._pool = next((number for number, pool in pools if pool.workers is not None), None)
+        self._finished: dict[str, list[tuple[str, int]]] = {}
+        """Worker and size of each finished share, by rollout of an unfinished iteration."""
+
+    @property
+    def target(self) -> int:
+        """The target number of generators; 0 without an elastic pool."""
+        return 0 if self._pool is None else target_size(self._run.folder, self._plan, self._pool)
+
+    def record(self, rollout: str, worker: str, size: int) -> None:
+        """Record a finished share of ``size`` starts of a rollout, such as ``rollout/3``."""
+        self._finished.setdefault(rollout, []).append((worker, size))
+
+    def adjust(self, iteration: int, workers: Collection[str]) -> None:
+        """Set the target after an iteration, if the pool is autoscaled.
+
+        Args:
+            workers: the connected generators. Nothing changes until all requested ones are
+                connected and have finished a share of this iteration.
+        """
+        plan, flow, pool = self._plan, self._plan.flow, self._pool
+        rollout = StageNode(str(flow.elastic_stage), iteration)
+        finished = self._finished.pop(rollout.name, [])
+        if pool is None or not is_autoscaled(self._run.folder, plan, pool):
+            return
+        all_workers = {worker for worker, _ in finished}
+        if len(workers) < self.target or not all_workers.issuperset(workers):
+            return
+        stages = [s for s in flow.stages if s not in (rollout.stage, flow.publish_stage)]
+        fixed_s, per_start_s = self._speeds.fit_line()
+        load = IterationLoad(
+            fixed_s * len(finished) / len(all_workers),
+            per_start_s * sum(size for worker, size in finished if worker in workers),
+            sum(busy_s(self._run.folder, stage, iteration) for stage in stages),
+            overlaps=self._run.config.rollout.staleness > 0,
         )
-        save_target(run.folder, first.number, target, by_hand=False)
+        min_workers, max_workers = plan.pools[pool].workers or 1, plan.pools[pool].max_workers
+        target = load.target_workers(len(workers), min_workers, max_workers or len(workers))
+        if target != len(workers):
+            log.info(
+                "pool %s: %d workers instead of %d; expected iteration time %.3g s, not %.3g s",
+                pool,
+                target,
+                len(workers),
+                load.iteration_s(target),
+                load.iteration_s(len(workers)),
+            )
+            save_target(self._run.folder, pool, target, by_hand=False)
 
 
 def request_scale(run: Run, request: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.graph import Graph, StageNode
 from pipeline.metrics import busy_s, folder_manifest, list_iterations, stage_manifest
 from pipeline.plan import Plan
-from pipeline.pools.rollout_scheduler import read_work_spans
+from pipeline.pools.work_log import read_work_spans
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
 

@@ -5,14 +5,13 @@ Readers also get the age of the file, which is the time since the driver's last 
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ValidationError
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +22,7 @@ from stages.layout import POOLS_FOLDER, STATUS_FILE
 from stages.worker_state import COMMITTING, WAITING_FOR_DEVICE
 
 if TYPE_CHECKING:  # readers of the status load no sockets
+    from pipeline.graph import StageNode
     from pipeline.pools.leases import Lease, PoolState
     from rlinf.channels.control_link import PeerStatus
 
@@ -39,16 +39,15 @@ MAX_SHOWN = 3
 """Maximum number of waiting stages in a worker's row."""
 
 
-@dataclass
-class StageStatus:
-    """A stage in progress on a worker."""
+class StageStatus(BaseModel):
+    """A stage in progress on a worker (:class:`stages.worker_state.ActiveStage`)."""
 
     node: str
     """Name of the graph node, such as ``rollout/3``."""
     activity: str
     """Current activity, such as computing, waiting for the device or committing."""
-    elapsed_s: float
-    """Seconds since the stage first got the device; until then, since it was ordered."""
+    started_at: float
+    """When the stage first got the device; until then, when it was ordered (Unix time, s)."""
     done: int = 0
     total: int = 0
     unit: str = ""
@@ -56,15 +55,11 @@ class StageStatus:
     """Progress (``done`` of ``total`` in ``unit``), and a text to show with it."""
     compute_s: float | None = None
     """Seconds of computing; None until only the commit remains."""
-    is_straggler: bool = False
-    """Whether the stage is much slower on this rank than on other ranks."""
 
 
-@dataclass
-class WorkerStatus:
+class WorkerStatus(BaseModel):
     """The state of one rank of a pool, or of one worker of an elastic pool."""
 
-    pool: int
     name: str
     slot: int | None
     """Index of a worker of an elastic pool."""
@@ -77,19 +72,18 @@ class WorkerStatus:
     """Whether it was ordered to stop."""
     last_seen_s: float
     """Seconds since its last message."""
-    lease_left_s: float | None
-    """Seconds to the time limit of its job; None if unknown."""
-    version: int | None
+    lease_ends_at: float | None
+    """Unix time of the time limit of its job; None if unknown."""
+    version: int | None = None
     """Version of the weights in its engine; None or negative without weights."""
-    queued_records: int
+    queued_records: int = 0
     """Number of received records that no stage has read yet."""
     malformed: int = 0
     """Number of malformed messages that were dropped."""
-    stages: list[StageStatus] = field(default_factory=list)
+    active_stages: list[StageStatus] = []
 
 
-@dataclass
-class PoolStatus:
+class PoolStatus(BaseModel):
     """The state of a pool of the plan."""
 
     number: int
@@ -100,117 +94,118 @@ class PoolStatus:
     """Consecutive failed leases; for an elastic pool those of its worst worker."""
     reason: str
     """Cause of the last failure."""
-    workers: list[WorkerStatus] = field(default_factory=list)
+    workers: list[WorkerStatus]
 
 
-@dataclass
-class PoolsStatus:
-    """The state of all pools."""
+class PoolsStatus(BaseModel):
+    """The state of all pools at a time."""
 
-    age_s: float
-    """Seconds since the driver wrote it."""
+    written_at: float
+    """Unix time (s)."""
     pools: list[PoolStatus]
 
-    @property
-    def is_stale(self) -> bool:
-        return self.age_s > DRIVER_TIMEOUT_S
+    def age_s(self) -> float:
+        """Return the seconds since the driver wrote it."""
+        return max(0.0, time.time() - self.written_at)
 
 
 def write_pools_status(
-    run: Path, pools: Sequence[PoolState], peers: Mapping[str, PeerStatus]
+    run: Path,
+    waiting: Mapping[PoolState, Sequence[StageNode]],
+    peers: Mapping[str, PeerStatus],
 ) -> None:
     """Write the state of the pools to the run.
 
     Args:
+        waiting: all pools, each with the stages that wait for a worker.
         peers: status of each worker that ever connected, by name.
     """
-    rows = [
-        _worker_row(pool, lease, rank, worker, peers.get(worker))
-        for pool in pools
-        for lease in pool.leases
-        for rank, worker in enumerate(lease.workers())
-    ]
-    pool_rows: dict[int, dict[str, Any]] = {}
-    for pool in pools:
-        pool_row = pool_rows.setdefault(
-            pool.number, {"pool": pool.number, "stages": [], "waiting": [], "failures": 0}
+    pools: dict[int, PoolStatus] = {}
+    for state, nodes in waiting.items():
+        pool = pools.setdefault(
+            state.number,
+            PoolStatus(
+                number=state.number, stages=[], waiting=[], failures=0, reason="", workers=[]
+            ),
         )
         # Each worker of an elastic pool has its own state; the first one has the stages.
-        pool_row["stages"] += pool.stages
-        pool_row["waiting"] += [node.name for node in pool.waiting]
-        if pool.failures >= pool_row["failures"]:
-            pool_row |= {"failures": pool.failures, "reason": pool.reason}
+        pool.stages += state.stages
+        pool.waiting += [node.name for node in nodes]
+        if state.failures >= pool.failures:
+            pool.failures, pool.reason = state.failures, state.reason
+        pool.workers += [
+            _worker_status(lease, rank, worker, peers.get(worker))
+            for lease in state.leases
+            for rank, worker in enumerate(lease.workers())
+        ]
+    status = PoolsStatus(written_at=time.time(), pools=list(pools.values()))
     (run / POOLS_FOLDER).mkdir(exist_ok=True)
-    content = {"written_at": time.time(), "pools": list(pool_rows.values()), "workers": rows}
-    write_atomic(run / POOLS_FOLDER / STATUS_FILE, json.dumps(content))
+    write_atomic(run / POOLS_FOLDER / STATUS_FILE, status.model_dump_json())
 
 
-def _worker_row(
-    pool: PoolState, lease: Lease, rank: int, worker: str, peer: PeerStatus | None
-) -> dict[str, Any]:
-    status = peer.status if peer is not None and peer.alive else {}
-    return {
-        "pool": pool.number,
-        "worker": worker,
-        "slot": pool.slot,
-        "rank": rank,
-        "job": lease.job,
-        "host": lease.worker_info.get(rank, {}).get("host", ""),
-        "lease_ends_at": lease.ends_at,
-        "is_connected": rank in lease.worker_info,
-        "is_leaving": lease.is_leaving,
-        "last_seen_s": 0.0 if peer is None else peer.age_s,
-        "active_stages": status.get("active_stages", []),
-        "version": status.get("version"),
-        "queued_records": status.get("queued_records", 0),
-        "malformed": status.get("malformed", 0),
-    }
+def _worker_status(lease: Lease, rank: int, worker: str, peer: PeerStatus | None) -> WorkerStatus:
+    return WorkerStatus(
+        name=worker,
+        slot=lease.pool.slot,
+        rank=rank,
+        job=lease.job,
+        host=lease.worker_info.get(rank, {}).get("host", ""),
+        is_connected=rank in lease.worker_info,
+        is_leaving=lease.is_leaving,
+        last_seen_s=0.0 if peer is None else peer.age_s,
+        lease_ends_at=lease.ends_at,
+        **(peer.status if peer is not None and peer.alive else {}),
+    )
 
 
-def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None:
+def read_pools_status(run: Path) -> PoolsStatus | None:
     """Read the last written state of the pools; None without pools, or after their dismissal."""
     try:
-        content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text(encoding="utf-8"))
-        written_at = float(content["written_at"])
-        pools = {row["pool"]: _parse_pool(row) for row in content["pools"]}
-        for row in content["workers"]:
-            pools[row["pool"]].workers.append(_parse_worker(row, written_at))
-    except (OSError, ValueError, KeyError, TypeError):
+        return PoolsStatus.model_validate_json((run / POOLS_FOLDER / STATUS_FILE).read_bytes())
+    except (OSError, ValidationError):
         return None
-    for pool in pools.values():
-        mark_stragglers(pool.workers)
-    age_s = max(0.0, (time.time() if now is None else now) - written_at)
-    return PoolsStatus(age_s, list(pools.values()))
 
 
-def mark_stragglers(workers: list[WorkerStatus]) -> None:
-    """Mark ranks that are much slower than the other ranks of their job.
+def find_stragglers(workers: Sequence[WorkerStatus], now: float) -> set[tuple[str, str]]:
+    """Return (worker, node) of ranks that are much slower than the other ranks of their job.
 
     The time of a whole stage is extrapolated for each rank, and compared with the others' median.
+
+    Args:
+        now: Unix time of the status (s).
     """
-    stages_by_node: dict[tuple[str, str], list[StageStatus]] = {}
+    ranks_by_node: dict[tuple[str, str], list[tuple[str, StageStatus]]] = {}
     for worker in workers:
-        for stage in worker.stages:
-            stages_by_node.setdefault((worker.job, stage.node), []).append(stage)
-    for stages in stages_by_node.values():
-        for stage in stages:
-            other_totals = [
-                other_s for s in stages if s is not stage and (other_s := _total_s(s)) is not None
-            ]
-            total_s = _total_s(stage) or stage.elapsed_s
+        for stage in worker.active_stages:
+            ranks_by_node.setdefault((worker.job, stage.node), []).append((worker.name, stage))
+    stragglers = set()
+    for ranks in ranks_by_node.values():
+        for name, stage in ranks:
+            totals = [_total_s(other, now) for _, other in ranks if other is not stage]
+            other_totals = [total for total in totals if total is not None]
+            total_s = _total_s(stage, now) or now - stage.started_at
             if other_totals and stage.compute_s is None:
                 median_s = statistics.median(other_totals)
-                stage.is_straggler = (
-                    total_s > STRAGGLER_FACTOR * median_s and total_s - median_s > STRAGGLER_MIN_S
-                )
+                if total_s > max(STRAGGLER_FACTOR * median_s, median_s + STRAGGLER_MIN_S):
+                    stragglers.add((name, stage.node))
+    return stragglers
+
+
+def _total_s(stage: StageStatus, now: float) -> float | None:
+    """Return the extrapolated seconds of a whole stage; None before its first progress."""
+    if stage.compute_s is not None:
+        return stage.compute_s
+    if stage.done and stage.total:
+        return (now - stage.started_at) * stage.total / stage.done
+    return None
 
 
 def pool_table(status: PoolsStatus) -> Table:
     """Return a table with a row for each pool and for each of its workers."""
-    ago = format_duration(status.age_s)
-    title = f"pools, {ago} ago: the driver is dead or hangs" if status.is_stale else "pools"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    if status.is_stale:
+    age_s, now = status.age_s(), status.written_at
+    table = Table(title="pools", title_justify="left", box=box.SIMPLE_HEAD)
+    if age_s > DRIVER_TIMEOUT_S:
+        table.title = f"pools, {format_duration(age_s)} ago: the driver is dead or hangs"
         table.title_style = "bold red"
     table.add_column("worker", no_wrap=True)
     table.add_column("activity", ratio=1)
@@ -219,11 +214,16 @@ def pool_table(status: PoolsStatus) -> Table:
     for pool in status.pools:
         head = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
         table.add_row(head, Text() if pool.workers else _no_job_line(pool))
+        stragglers = find_stragglers(pool.workers, now)
         for worker in pool.workers:
-            lease = "" if worker.lease_left_s is None else format_duration(worker.lease_left_s)
+            ends_at = worker.lease_ends_at
+            lease = "" if ends_at is None else format_duration(max(0.0, ends_at - now))
             version = "" if worker.version is None or worker.version < 0 else str(worker.version)
             queue = str(worker.queued_records) if worker.is_connected else ""
-            table.add_row(_worker_label(worker), _worker_cell(worker), version, queue, lease)
+            slow = {node for name, node in stragglers if name == worker.name}
+            table.add_row(
+                _worker_label(worker), _worker_cell(worker, slow, now), version, queue, lease
+            )
     return table
 
 
@@ -233,7 +233,7 @@ def _worker_label(worker: WorkerStatus) -> str:
     return f"{worker_text}{host_text}, job {worker.job}"
 
 
-def _worker_cell(worker: WorkerStatus) -> Text:
+def _worker_cell(worker: WorkerStatus, slow_nodes: set[str], now: float) -> Text:
     if not worker.is_connected:
         return Text("not connected yet: queued or starting", style="yellow")
     lines = []
@@ -241,27 +241,21 @@ def _worker_cell(worker: WorkerStatus) -> Text:
         lines.append(Text(f"no message for {format_duration(worker.last_seen_s)}", style="red"))
     if worker.malformed:
         lines.append(Text(f"dropped {worker.malformed} malformed messages", style="red"))
-    lines += [
-        _stage_line(stage)
-        for stage in worker.stages
-        if stage.activity != WAITING_FOR_DEVICE or stage.is_straggler
-    ]
-    waiting = [
-        stage.node
-        for stage in worker.stages
-        if stage.activity == WAITING_FOR_DEVICE and not stage.is_straggler
-    ]
+    waiting = []
+    for stage in worker.active_stages:
+        if stage.activity == WAITING_FOR_DEVICE and stage.node not in slow_nodes:
+            waiting.append(stage.node)
+        else:
+            lines.append(_stage_line(stage, now, is_slow=stage.node in slow_nodes))
     if waiting:
         suffix = f" and {len(waiting) - MAX_SHOWN} more" if len(waiting) > MAX_SHOWN else ""
         lines.append(Text(f"then {', '.join(waiting[:MAX_SHOWN])}{suffix}", style="dim"))
     if worker.is_leaving:
         lines.append(Text("ending: the worker of the next lease is connected"))
-    if not lines:
-        lines.append(Text("idle", style="dim"))
-    return Text("\n").join(lines)
+    return Text("\n").join(lines or [Text("idle", style="dim")])
 
 
-def _stage_line(stage: StageStatus) -> Text:
+def _stage_line(stage: StageStatus, now: float, *, is_slow: bool) -> Text:
     line = Text(f"{stage.node} ")
     if stage.total and stage.activity != COMMITTING:
         filled = round(BAR_WIDTH * min(1.0, stage.done / stage.total))
@@ -269,66 +263,17 @@ def _stage_line(stage: StageStatus) -> Text:
         line.append(f" {stage.done}/{stage.total} {stage.unit}, ")
     if stage.note:
         line.append(f"{stage.note}, ")
-    line.append(f"{stage.activity} for {format_duration(stage.elapsed_s)}")
-    if stage.is_straggler:
+    line.append(f"{stage.activity} for {format_duration(max(0.0, now - stage.started_at))}")
+    if is_slow:
         line.append(" slower than the other ranks", style="bold red")
     return line
 
 
 def _no_job_line(pool: PoolStatus) -> Text:
-    reason = f"failed {pool.failures} times: {pool.reason}" if pool.failures else pool.reason
+    reason = pool.reason.strip().partition("\n")[0]
+    if pool.failures:
+        reason = f"failed {pool.failures} times: {reason}"
     line = Text("no job" + (f" ({reason})" if reason else ""), style="yellow")
     if pool.waiting:
         line.append(f"; {', '.join(pool.waiting)} waiting")
     return line
-
-
-def _total_s(stage: StageStatus) -> float | None:
-    """Return the extrapolated seconds of a whole stage; None before its first progress."""
-    if stage.compute_s is not None:
-        return stage.compute_s
-    if stage.done and stage.total:
-        return stage.elapsed_s * stage.total / stage.done
-    return None
-
-
-def _parse_pool(row: dict[str, Any]) -> PoolStatus:
-    return PoolStatus(
-        int(row["pool"]),
-        list(row["stages"]),
-        list(row["waiting"]),
-        int(row["failures"]),
-        str(row["reason"]).strip().partition("\n")[0],
-    )
-
-
-def _parse_worker(row: dict[str, Any], written_at: float) -> WorkerStatus:
-    ends = row["lease_ends_at"]
-    return WorkerStatus(
-        pool=int(row["pool"]),
-        name=str(row["worker"]),
-        slot=row["slot"],
-        rank=int(row["rank"]),
-        job=str(row["job"]),
-        host=str(row["host"]),
-        is_connected=bool(row["is_connected"]),
-        is_leaving=bool(row["is_leaving"]),
-        last_seen_s=float(row["last_seen_s"]),
-        lease_left_s=None if ends is None else max(0.0, float(ends) - written_at),
-        version=row["version"],
-        queued_records=int(row["queued_records"]),
-        malformed=int(row["malformed"]),
-        stages=[
-            StageStatus(
-                node=str(stage["node"]),
-                activity=str(stage["activity"]),
-                elapsed_s=max(0.0, written_at - float(stage["started_at"])),
-                done=int(stage["done"]),
-                total=int(stage["total"]),
-                unit=str(stage["unit"]),
-                note=str(stage["note"]),
-                compute_s=stage["compute_s"],
-            )
-            for stage in row["active_stages"]
-        ],
-    )

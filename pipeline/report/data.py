@@ -133,7 +133,7 @@ def read_report_data(folder: Path) -> ReportData:
                 data.videos[version] = [Path(os.path.relpath(video, report)) for video in videos]
     generator_spans: Mapping[int, list[dict[str, Any]]] = {}
     if (run.folder / POOLS_FOLDER).is_dir():
-        from pipeline.pools.rollout_scheduler import read_work_spans
+        from pipeline.pools.work_log import read_work_spans
 
         generator_spans = read_work_spans(run.folder)
     for manifest in data.manifests:

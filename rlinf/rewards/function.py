@@ -22,7 +22,7 @@ from rlinf.config import Section
 from rlinf.data.record import Scalar
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, InputError, did_you_mean
-from rlinf.registry import PROMPTS, import_user_attribute
+from rlinf.registry import PROMPTS, RunComponents, import_user_attribute
 from rlinf.rewards.base import Reward, RewardResources, RewardResult
 
 NO_REWARD = "no_reward"
@@ -68,8 +68,9 @@ class FunctionReward(Reward):
     failure_kinds = (NO_REWARD,)
 
     @classmethod
-    def check(cls, config: FunctionRewardConfig) -> None:
-        for name in config.functions:
+    def check(cls, options: FunctionRewardConfig, run: RunComponents) -> None:
+        super().check(options, run)
+        for name in options.functions:
             load_function(name)
 
     def __init__(self, config: FunctionRewardConfig, resources: RewardResources) -> None:

@@ -50,9 +50,9 @@ from stages.worker.messages import (
     RunStages,
     ServePolicy,
     ShutDown,
-    StageEnded,
     StageOrder,
     WeightsAvailable,
+    WorkerOrder,
     WorkerReport,
     WorkItemEnded,
     read_order,
@@ -195,35 +195,7 @@ class PoolWorker:
                     commit_timeout_s = shut_down.commit_timeout_s
                     break
                 for order in orders:
-                    match order:
-                        case FetchOutput():
-                            for worker in order.producers:
-                                fetch = RecordFetch(order, worker, self._live_store)
-                                self._fetcher.add(worker, fetch)
-                        case FetchWeights():
-                            self._fetcher.add(
-                                order.producer, self._weight_receiver.create_fetch(order)
-                            )
-                        case ServePolicy():
-                            self._policy_server.serve(order)
-                        case AttemptEnded():
-                            self._policy_server.end_attempt(order)
-                            self._policy_clients.end_attempt(order)
-                # Reserve all slots before any stage begins, so that all ranks use the same order.
-                stages = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
-                for stage, thread in [(stage, self._add_stage(stage)) for stage in stages]:
-                    if thread is not None and stage.in_engine_thread:
-                        self._rollout_worker.submit(thread.run)
-                    elif thread is not None:
-                        thread.start()
-                for order in orders:
-                    match order:
-                        case GenerateStarts():
-                            self._rollout_worker.enqueue(order)
-                        case ReassignWork():
-                            self._rollout_worker.reassign(order.work_item, order.successor)
-                        case CancelWork():
-                            self._rollout_worker.cancel()
+                    self._execute(order)
             else:
                 exit_code = EXIT_REQUEUE
         except ChannelFailed as error:
@@ -231,6 +203,32 @@ class PoolWorker:
             exit_code = 1
         self._shut_down(exit_code, commit_timeout_s)
         return exit_code
+
+    def _execute(self, order: WorkerOrder) -> None:
+        match order:
+            case RunStages():
+                # Reserve all slots before any stage begins, so that all ranks use the same order.
+                for stage, thread in [(stage, self._add_stage(stage)) for stage in order.stages]:
+                    if thread is not None and stage.in_engine_thread:
+                        self._rollout_worker.submit(thread.run)
+                    elif thread is not None:
+                        thread.start()
+            case FetchOutput():
+                for worker in order.producers:
+                    self._fetcher.add(worker, RecordFetch(order, worker, self._live_store))
+            case FetchWeights():
+                self._fetcher.add(order.producer, self._weight_receiver.create_fetch(order))
+            case ServePolicy():
+                self._policy_server.serve(order)
+            case AttemptEnded():
+                self._policy_server.end_attempt(order)
+                self._policy_clients.end_attempt(order)
+            case GenerateStarts():
+                self._rollout_worker.enqueue(order)
+            case ReassignWork():
+                self._rollout_worker.reassign(order.work_item)
+            case CancelWork():
+                self._rollout_worker.cancel()
 
     def _is_idle(self, seconds: float) -> bool:
         """Return whether no stage runs, or none has made progress for ``seconds``."""
@@ -286,12 +284,13 @@ class PoolWorker:
     def _add_stage(self, order: StageOrder) -> threading.Thread | None:
         """Register a stage and reserve its slot; return its thread, or None if it already runs."""
         node = order.node
-        self._policy_clients.update_order(order)
         if order.receives_trajectories:
             self._report_collected(order)
         with self._lock:
             if node in self._stage_threads:
+                self._policy_clients.update_order(order)
                 return None
+            self._policy_clients.add(order, self._process_group_info(order).rank)
             is_unscheduled = order.receives_trajectories or order.in_engine_thread
             slot = Unscheduled() if is_unscheduled else self._schedule.add(order.position)
             thread = threading.Thread(
@@ -368,7 +367,7 @@ class PoolWorker:
             live=LiveContext(output, slot, order.num_chunks),
             worker=self._name,
             receives_trajectories=order.receives_trajectories,
-            remote_policy=self._policy_clients.create_client(order, world.rank),
+            remote_policy=self._policy_clients.get(order.node),
         )
 
     def _process_group_info(self, order: StageOrder) -> ProcessGroupInfo:
@@ -397,7 +396,7 @@ class PoolWorker:
             self._live_store.unpin(node)
         self._last_progress = time.monotonic()
         self._activity.remove(node)
-        self._send_report(StageEnded(node=node, exit_code=exit_code, reason=reason[-8000:]))
+        self._send_report(WorkItemEnded(work_item=node, exit_code=exit_code, reason=reason[-8000:]))
         self._update_status()
         self._drop_committed()
 

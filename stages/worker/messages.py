@@ -128,16 +128,10 @@ class ServePolicy(WorkerMessage):
     """Serve the policy to the simulators of a stage until they have finished."""
 
     type: Literal["serve_policy"] = "serve_policy"
-    node: str
-    stage: str
-    iteration: int
-    position: tuple[int, int, int]
-    """The position of the stage in the device schedule."""
-    output: str
-    attempt: str
-    """The attempt of the stage; clients name it when they connect."""
-    weights: tuple[str, bool]
-    """Output folder of the weights, and whether they are expected in memory."""
+    stage: StageOrder
+    """The order of the simulators; they name its attempt when they connect."""
+    has_live_weights: bool
+    """Whether the weights are expected in memory."""
     clients: tuple[str, ...]
     """The workers with the simulators."""
 
@@ -154,11 +148,10 @@ class AttemptEnded(WorkerMessage):
 
 
 class ReassignWork(WorkerMessage):
-    """Pass a work item to another worker, the successor, once few of its samples are unfinished."""
+    """End a work item once few of its samples are unfinished; another worker continues these."""
 
     type: Literal["reassign_work"] = "reassign_work"
     work_item: str
-    successor: str
 
 
 class CancelWork(WorkerMessage):
@@ -172,15 +165,6 @@ class ShutDown(WorkerMessage):
 
     type: Literal["shut_down"] = "shut_down"
     commit_timeout_s: float = 0.0
-
-
-class StageEnded(WorkerMessage):
-    """A stage was committed (exit code 0) or has failed."""
-
-    type: Literal["stage_ended"] = "stage_ended"
-    node: str
-    exit_code: int
-    reason: str = ""
 
 
 class CollectedPrompts(WorkerMessage):
@@ -202,21 +186,20 @@ class WeightsAvailable(WorkerMessage):
 
 
 class WorkItemEnded(WorkerMessage):
-    """A work item was completed (exit code 0) or has failed."""
+    """A stage was committed, or a work item completed (exit code 0); or it has failed."""
 
     type: Literal["work_item_ended"] = "work_item_ended"
     work_item: str
-    host: str
+    """A whole stage is a work item with the name of its node."""
     exit_code: int = 0
     reason: str = ""
+    host: str = ""
     spans: tuple[tuple[str, float, float], ...] = ()
     """Name, start and end (Unix time, s) of each span; empty if nothing was computed."""
     unfinished_starts: tuple[int, ...] = ()
     """The starts whose samples are not all finished."""
-    successor: str = ""
-    """The worker that continues the unfinished samples, if any."""
     num_partial_samples: int = 0
-    """The number of unfinished samples that the successor can fetch."""
+    """The number of unfinished samples that another worker can fetch and continue."""
     used_disk_fallback: bool = False
     """Whether weights expected in memory were read from disk."""
 
@@ -232,7 +215,7 @@ WorkerOrder = (
     | CancelWork
     | ShutDown
 )
-WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | WorkItemEnded
+WorkerReport = CollectedPrompts | WeightsAvailable | WorkItemEnded
 
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
 _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(

@@ -7,7 +7,6 @@ The client sends observations to the policy server of that worker and gets actio
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from rlinf.envs.base import Environment, RolloutRequest
 from rlinf.errors import EXIT_REQUEUE, DataError, RequeueRequested, RlinfError, UpstreamFailed
 from stages.context import StageContext
 from stages.layout import worker_pointer
-from stages.live_store import LiveOutput, evict_oldest
+from stages.live_store import LiveOutput
 from stages.worker.messages import AttemptEnded, StageOrder
 
 ACT, FINISH = "act", "finish"
@@ -31,7 +30,6 @@ POLL_S = 0.2
 """Seconds between checks whether a waiting thread should stop."""
 CONNECT_TIMEOUT_S = 60.0
 """How long the policy worker may take to answer for the first time."""
-MAX_REMEMBERED_ORDERS = 1024
 POLICY_WAIT = "the policy"
 """Name of the wait for the policy, in the status."""
 
@@ -108,6 +106,8 @@ class PolicyClient(Channel):
         client has got actions, it turns to the worker of the newest order.
         """
         self._newest_order = order
+        if not self._was_served:
+            self._lost_reason = None
 
     def put(self, record: Record) -> None:
         """Send observations to the policy.
@@ -251,35 +251,16 @@ class PolicyClients:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
-        self._lock = threading.Lock()
         self._clients: dict[str, PolicyClient] = {}
-        """Client of each running stage, by node."""
-        self._newest_orders: dict[str, StageOrder] = {}
-        """Newest order of each stage that has no client yet, by node."""
-        self._ended_attempts: dict[str, str] = {}
-        """Why an attempt ended before it had a client, by attempt."""
+        """Client of each ordered stage, by node."""
 
-    def update_order(self, order: StageOrder) -> None:
-        """Record an order for a stage, which may be running already."""
-        with self._lock:
-            if (client := self._clients.get(order.node)) is not None:
-                client.update_order(order)
-            elif order.policy_workers:
-                self._newest_orders[order.node] = order
-                evict_oldest(self._newest_orders, MAX_REMEMBERED_ORDERS)
+    def add(self, order: StageOrder, rank: int) -> None:
+        """Create the client of an ordered stage; nothing if the policy is in this worker."""
+        if order.policy_workers:
+            self._clients[order.node] = PolicyClient(self._folder, self._name, order, rank)
 
-    def create_client(self, order: StageOrder, rank: int) -> PolicyClient | None:
-        """Create the client of an attempt; None if the policy is in this worker."""
-        if not order.policy_workers:
-            return None
-        with self._lock:
-            newest = self._newest_orders.pop(order.node, order)
-            client = self._clients[order.node] = PolicyClient(
-                self._folder, self._name, newest, rank
-            )
-            if (reason := self._ended_attempts.get(newest.attempt)) is not None:
-                client.mark_lost(reason)
-        return client
+    def get(self, node: str) -> PolicyClient | None:
+        return self._clients.get(node)
 
     @contextlib.contextmanager
     def client_scope(self, node: str) -> Iterator[None]:
@@ -292,11 +273,12 @@ class PolicyClients:
             if (client := self._clients.pop(node, None)) is not None:
                 client.finish(completed=is_completed)
 
+    def update_order(self, order: StageOrder) -> None:
+        """Record that another driver has ordered a stage again."""
+        if (client := self._clients.get(order.node)) is not None:
+            client.update_order(order)
+
     def end_attempt(self, message: AttemptEnded) -> None:
         """Record that the policy of an attempt is lost."""
-        with self._lock:
-            if (client := self._clients.get(message.node)) is not None:
-                client.mark_lost(message.reason)
-            else:
-                self._ended_attempts[message.attempt] = message.reason
-                evict_oldest(self._ended_attempts, MAX_REMEMBERED_ORDERS)
+        if (client := self._clients.get(message.node)) is not None:
+            client.mark_lost(message.reason)

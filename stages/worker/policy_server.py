@@ -31,11 +31,11 @@ from rlinf.errors import EXIT_REQUEUE, DataError, RequeueRequested
 from rlinf.user_code import exit_code_and_message
 from stages.context import IDLE_SPANS, LiveContext, StageContext, StageInput
 from stages.device_schedule import DeviceSchedule, DeviceSlot
-from stages.flow import POLICY_SUFFIX
+from stages.flow import POLICY_SUFFIX, WEIGHTS
 from stages.live_store import LiveOutput, LiveStore, evict_oldest
 from stages.rollout import PolicyRunner
 from stages.runner import import_stage_module, withdraw_on_damage
-from stages.worker.messages import AttemptEnded, ServePolicy
+from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder
 from stages.worker.policy_client import ACT, FINISH, POLL_S, check_size
 from stages.worker_state import ActivityTracker, WorkerState
 
@@ -56,10 +56,10 @@ class ServingEnded(Exception):
 class PolicySession:
     """The service for one attempt; the engine reads the clients' requests from this object."""
 
-    order: ServePolicy
+    order: StageOrder
+    clients: frozenset[str]
+    context: StageContext
     should_stop: Callable[[], bool]
-    context: StageContext | None = None
-    """None: the session does not run yet."""
     condition: threading.Condition = field(default_factory=threading.Condition)
     """Guards all fields below; notified when one of them has changed."""
     observations: deque[Record] = field(default_factory=deque)
@@ -112,7 +112,7 @@ class PolicySession:
             while self.open_requests:
                 self.open_requests.popitem()[1].reply(self.failure)
 
-    def serve(self, ctx: StageContext, get_policy: Callable[[StageContext], PolicyRunner]) -> None:
+    def serve(self, get_policy: Callable[[StageContext], PolicyRunner]) -> None:
         """Serve until all clients have finished; the caller has acquired the device.
 
         Raises:
@@ -120,6 +120,7 @@ class PolicySession:
             RequeueRequested: the allocation is about to end.
             DataError: a reply is too large.
         """
+        ctx = self.context
         while True:
             with ctx.waiting(SIMULATORS_WAIT), self.condition:
                 while not self.observations and self._has_unfinished_clients():
@@ -161,7 +162,7 @@ class PolicySession:
                 return
 
     def _has_unfinished_clients(self) -> bool:
-        return not self.finished_clients.issuperset(self.order.clients)
+        return not self.finished_clients.issuperset(self.clients)
 
     def _reply(self, actions: Record) -> None:
         encoded = encode_record(actions)
@@ -181,7 +182,7 @@ class PolicySession:
 
     def _finished_spans(self) -> list[tuple[str, float, float]]:
         """Return the spans of the policy (name, start, end), for the last client only."""
-        if self.context is None or self._has_unfinished_clients():
+        if self._has_unfinished_clients():
             return []
         excluded = (*IDLE_SPANS, GENERATE_SPAN)
         spans = [s for s in self.context.spans if s["name"] not in excluded]
@@ -237,20 +238,21 @@ class PolicyServer:
         """Whether an attempt is being served."""
         return bool(self._sessions)
 
-    def serve(self, order: ServePolicy) -> None:
+    def serve(self, message: ServePolicy) -> None:
         """Serve an attempt at a stage in a new thread; return at once."""
+        order = message.stage
         slot = self._schedule.add(order.position)
         key = self._activity_key(order)
         self._activity.add(key, key.partition("/")[0])
-        folder, is_live = order.weights
-        if is_live:
+        folder, _ = order.inputs[WEIGHTS]
+        if message.has_live_weights:
             self._live_store.pin(key, [folder])
-        session = PolicySession(order, self._should_stop)
+        context = self._context(order, slot, live=message.has_live_weights)
+        session = PolicySession(order, frozenset(message.clients), context, self._should_stop)
         with self._lock:
             for running in self._sessions.values():
                 # The running session was ordered by a dead driver; other clients wait now.
-                same_clients = {*running.order.clients} == {*order.clients}
-                if running.order.node == order.node and not same_clients:
+                if running.order.node == order.node and running.clients != session.clients:
                     running.end("another attempt takes its place")
             self._sessions[order.attempt] = session
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -292,18 +294,17 @@ class PolicyServer:
             request.reply({"retry": True})
 
     @staticmethod
-    def _activity_key(order: ServePolicy) -> str:
+    def _activity_key(order: StageOrder) -> str:
         """Return the name of the attempt in the status, such as ``rollout.generate/3``."""
         return f"{order.stage}{POLICY_SUFFIX}/{order.iteration}"
 
     def _serve_attempt(self, session: PolicySession, slot: DeviceSlot) -> None:
-        order, key = session.order, self._activity_key(session.order)
-        ctx = session.context = self._context(order, slot)
+        order, ctx, key = session.order, session.context, self._activity_key(session.order)
         try:
             with withdraw_on_damage(), slot:
                 self._activity.start(key, lambda: ctx.activity)
                 stage_module = import_stage_module(self._config, order.stage)
-                session.serve(ctx, stage_module.policy_runner)
+                session.serve(stage_module.policy_runner)
         except ServingEnded as error:
             session.fail(EXIT_REQUEUE, str(error))
         except BaseException as error:
@@ -319,8 +320,8 @@ class PolicyServer:
                 self._ended_attempts[order.attempt] = None
                 evict_oldest(self._ended_attempts, MAX_REMEMBERED)
 
-    def _context(self, order: ServePolicy, slot: DeviceSlot) -> StageContext:
-        folder, live = order.weights
+    def _context(self, order: StageOrder, slot: DeviceSlot, *, live: bool) -> StageContext:
+        folder, _ = order.inputs[WEIGHTS]
         source = self._live_store.output(folder) if live else None
         out = self._run / order.output
         return StageContext(

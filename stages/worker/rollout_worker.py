@@ -4,7 +4,7 @@ A work item is some of the starts of a rollout. The worker that collects the rol
 trajectories; a work item ends once it has all of them. A rollout worker keeps only its engine and
 environment, so it can start and stop at any time. If it is lost, trajectories that were fetched
 are kept, and other workers generate the remaining starts. A worker that must run other stages can
-pass the last, long samples of a work item to another worker, the *successor*.
+leave the last, long samples of a work item to another worker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from stages.worker.record_transfer import fetch_stream
 from stages.worker_state import ActivityTracker, WorkerState
 
 REASSIGN_FRACTION = 0.25
-"""A work item passes to its successor once at most this share of its samples is unfinished."""
+"""A work item that is reassigned ends once at most this share of its samples is unfinished."""
 FETCH_TIMEOUT_S = 60.0
 """Seconds without a request for a finished work item's trajectories after which it has failed."""
 log = logging.getLogger("rlinf")
@@ -77,8 +77,8 @@ class RolloutWorker:
         self._queue: list[GenerateStarts] = []
         """Work items that have not begun."""
         self._lock = threading.Lock()
-        self._successors: dict[str, str] = {}
-        """The successor of each running work item that will be reassigned."""
+        self._reassigned: set[str] = set()
+        """Running work items whose last samples another worker will continue."""
 
     def enqueue(self, order: GenerateStarts) -> None:
         """Add a work item to the queue."""
@@ -87,8 +87,8 @@ class RolloutWorker:
             self._queue.append(order)
         self._thread.submit(self._process_next)
 
-    def reassign(self, work_item: str, successor: str) -> None:
-        """Pass a running work item to a successor once few samples are unfinished.
+    def reassign(self, work_item: str) -> None:
+        """End a running work item once few samples are unfinished, for another worker.
 
         A queued work item is returned to the driver at once, with all its starts unfinished.
         """
@@ -96,7 +96,7 @@ class RolloutWorker:
             queued = [order for order in self._queue if order.work_item == work_item]
             self._queue = [order for order in self._queue if order.work_item != work_item]
             if not queued and work_item in self._items:
-                self._successors[work_item] = successor
+                self._reassigned.add(work_item)
         for order in queued:
             self._drop_trajectories(order)
             starts = order.starts
@@ -135,14 +135,14 @@ class RolloutWorker:
     def _process(self, order: GenerateStarts) -> None:
         work_item, code, reason = order.work_item, 0, ""
         spans: tuple[tuple[str, float, float], ...] = ()
-        unfinished, successor = list[Trajectory](), ""
+        unfinished = list[Trajectory]()
         ctx = self._context(order, lambda: self._should_stop() or work_item not in self._items)
         name = order.label
         self._activity.add(name, ctx.stage)
         try:
             with withdraw_on_damage():
                 self._activity.start(name, lambda: ctx.activity)
-                unfinished, successor = self._generate(ctx, order)
+                unfinished = self._generate(ctx, order)
             spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
         except (RequeueRequested, UpstreamFailed) as error:
             code, reason = EXIT_REQUEUE, str(error)
@@ -150,7 +150,7 @@ class RolloutWorker:
             code, reason = exit_code_and_message(error)
         ctx.release()
         self._activity.remove(name)
-        self._successors.pop(work_item, None)
+        self._reassigned.discard(work_item)
         if code:
             log.warning("%s: %s", name, reason)
         size = self._config.rollout.group_size
@@ -162,8 +162,7 @@ class RolloutWorker:
                 reason=reason[-8000:],
                 spans=spans,
                 unfinished_starts=tuple(sorted({r.identity.sample // size for r in unfinished})),
-                successor=successor,
-                num_partial_samples=len(unfinished) if successor else 0,
+                num_partial_samples=len(unfinished),
                 used_disk_fallback=ctx.inputs["weights"].used_disk_fallback,
             )
         )
@@ -179,11 +178,11 @@ class RolloutWorker:
             self._items.discard(report.work_item)
             self._report(report)
 
-    def _generate(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Trajectory], str]:
+    def _generate(self, ctx: StageContext, order: GenerateStarts) -> list[Trajectory]:
         """Generate the trajectories and wait until the receiver has fetched them.
 
         Returns:
-            The unfinished samples, and the successor that may fetch them, if any.
+            The unfinished samples, which another worker may fetch.
 
         Raises:
             UpstreamFailed: the receiver or the worker that began the samples is lost, or the
@@ -198,7 +197,7 @@ class RolloutWorker:
             total, partial_samples = order.partial.num_samples, self._fetch_partial(ctx, order)
 
         def should_abort(remaining: int, num_samples: int) -> bool:
-            return work_item in self._successors and remaining <= REASSIGN_FRACTION * num_samples
+            return work_item in self._reassigned and remaining <= REASSIGN_FRACTION * num_samples
 
         unfinished = []
         stream, num_done = output.stream(work_item_channel(work_item)), 0
@@ -218,13 +217,12 @@ class RolloutWorker:
                 raise RequeueRequested("stopping while the trajectories are fetched")
             if work_item in self._items:
                 raise UpstreamFailed(f"{order.receiver} has not fetched all trajectories")
-        if not unfinished:
-            return [], ""
-        partial_stream = output.stream(partial_samples_channel(work_item))
-        for trajectory in unfinished:
-            partial_stream.put(trajectory.to_record())
-        partial_stream.finish(StreamEnd(len(unfinished)))
-        return unfinished, self._successors[work_item]
+        if unfinished:
+            partial_stream = output.stream(partial_samples_channel(work_item))
+            for trajectory in unfinished:
+                partial_stream.put(trajectory.to_record())
+            partial_stream.finish(StreamEnd(len(unfinished)))
+        return unfinished
 
     def _fetch_partial(self, ctx: StageContext, order: GenerateStarts) -> dict[int, Trajectory]:
         """Return the samples that another worker began, by number.

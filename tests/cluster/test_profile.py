@@ -1,4 +1,4 @@
-"""The profile pass on a real Slurm: jobs, links between nodes and kinds, waits, unlike nodes."""
+"""The profile pass on a real Slurm: jobs, waits, unlike nodes."""
 
 from __future__ import annotations
 
@@ -76,19 +76,16 @@ def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_pa
     )
     made = profile_run(run, ProfileOptions(partitions=("gpu",), minutes=3, processes=1), run_sft)
     assert list(made.kinds) == ["gpu:a100", "gpu:h100"]
-    for name, kind in made.kinds.items():
+    for kind in made.kinds.values():
         assert {(p.nodes, p.processes) for p in kind.points if p.succeeded} == {(1, 1), (2, 2)}
-        assert [link.between for link in kind.links] == [(name,)]
         assert {entry.name for entry in kind.overheads} >= {"submission", "startup", "trainer_load"}
         assert kind.overhead_s("submission", 1) < 30
         assert [wait.nodes for wait in kind.waits] == [1, 2]
-    (between,) = made.links
-    assert between.between == ("gpu:a100", "gpu:h100")
     duties = {name: kind.duty_cycle for name, kind in made.kinds.items()}
     assert duties == {"gpu:a100": 0.5, "gpu:h100": 1.0}
     imports = [kind.overhead_s("imports", 1) for kind in made.kinds.values()]
     assert imports[0] > 1.3 * imports[1]
-    # No two jobs of the pass ran at the same time, but for the two ends of the link.
+    # No two jobs of the pass ran at the same time.
     text = SlurmClient().run(
         *("sacct", "-n", "-P", "-X", "-S", "now-15minutes", "--name", "profile-gpu:a100"),
         *("-o", "Start,End"),

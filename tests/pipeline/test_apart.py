@@ -16,7 +16,7 @@ pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.commands.experiment import prepare_run, run_experiment, validate_experiment
 from pipeline.commands.workflow import Workflow
 from pipeline.plan import parse_plan
-from pipeline.planning.planner.plan_command import assess_plan
+from pipeline.planning.planner.planner import assess_plan
 from pipeline.resume import OnMismatch
 from pipeline.validate_config import check_separate_policy
 from rlinf.channels.record_files import RecordFileReader

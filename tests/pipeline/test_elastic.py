@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pipeline.pools.autoscaler import request_scale
-from pipeline.pools.rollout_scheduler import WORK_LOG
+from pipeline.pools.work_log import WORK_LOG
 from pipeline.report.data import read_report_data
 from pipeline.run import Run
 from stages.layout import POOLS_FOLDER

@@ -1,1 +1,1 @@
-"""The cost model: seconds, bytes and prices of a stage on GPUs, as pure functions."""
+"""The cost model: times of stages from measurements and from data sheets."""

@@ -36,33 +36,58 @@ from slurm.site import SiteConfig
 
 MAX_CPUS_PER_GPU = 16
 """Maximum number of CPUs that a job requests for each GPU."""
+TIME_LIMIT_FACTOR = 10
+"""Requested time limit relative to the predicted time; only jobs that hang should reach it."""
+MIN_TIME_LIMIT_MIN = 10
+"""Minimum requested time limit, in minutes."""
+MEMORY_FACTOR = 1.5
+"""Requested memory relative to the measured peak."""
+MEMORY_STEP_MB = 256
+"""Requested memory is a multiple of this number."""
 
 
-def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
+def request_for_devices(
+    kinds: Sequence[DeviceKind],
+    count: int,
+    *,
+    per_node: int | None = None,
+    needs_gpu: bool = True,
+    process_memory_bytes: int = 0,
+    seconds: float | None = None,
+    limit_s: float = math.inf,
+) -> StagePlan:
     """Return the request of a job with ``count`` devices of the first kind.
 
     Args:
         kinds: kind of the devices; several kinds if jobs on each kind must make the same request.
+        per_node: maximum number of processes per node; None: all devices of a node.
+        needs_gpu: False if the job has no GPU, even on nodes with GPUs.
+        process_memory_bytes: memory of a process on the host; 0: not requested.
+        seconds: expected duration; None: no time limit is requested.
+        limit_s: maximum duration of a job.
     """
     first, constraints = kinds[0], {kind.constraint for kind in kinds}
-    nodes = -(-count // first.devices_per_node)
+    nodes = -(-count // (per_node or first.devices_per_node))
+    processes = -(-count // nodes)
     values: dict[str, object] = {
         "partition": first.partition or None,
         "nodes": nodes,
-        "processes": -(-count // nodes),
+        "processes": processes,
     }
     if first.gpus_per_node:
         values |= {
-            "gpus": values["processes"],
-            "gpu_type": first.gpu_type or None,
+            "gpus": processes if needs_gpu else 0,
+            "gpu_type": first.gpu_type or None if needs_gpu else None,
             "constraint": first.constraint or None if len(constraints) == 1 else None,
             "cpus": min(map(cpus_per_process, kinds)),
         }
-    return build_stage_plan(values)
-
-
-def build_stage_plan(values: dict[str, object]) -> StagePlan:
-    """Return the request with these keys; a key with the value None gets its default."""
+    if process_memory_bytes:
+        memory_mb = MEMORY_FACTOR * processes * process_memory_bytes / 2**20
+        rounded = math.ceil(memory_mb / MEMORY_STEP_MB) * MEMORY_STEP_MB
+        values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
+    if seconds is not None:
+        minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * seconds / 60))
+        values["time_limit_min"] = int(min(minutes, limit_s / 60))
     return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
 
 
@@ -121,12 +146,6 @@ class JobAllowance:
     def without_job_limits(self) -> JobAllowance:
         """Return the allowance without limits that depend on the planner's requests."""
         return replace(self, max_devices=None, refusal="", shared_limits={})
-
-    def for_job(self, request: StagePlan, devices: int) -> JobAllowance:
-        """Return the allowance with the amounts of shared limits that a device of this job uses."""
-        (shared,) = self.cluster_limits.shared_limits(self._resources(request))
-        amounts = {limit: n if limit.key == "jobs" else n // devices for limit, n in shared.items()}
-        return replace(self, shared_limits=amounts)
 
     def _resources(self, request: StagePlan) -> JobResources:
         return base_resources(request, account=self.account, qos=self.qos)
@@ -372,25 +391,6 @@ def with_counts(
                     other, kind=kind, nodes=node_names, down_nodes=0, allowance=allowance
                 )
     return result
-
-
-def with_memory_floors(
-    devices: Mapping[str, PartitionDevices], estimated: Profile
-) -> dict[str, PartitionDevices]:
-    """Add failures for lack of memory from the ``estimated`` profile, for numbers of processes
-    below the smallest measured number."""
-    changed = dict(devices)
-    for name, entry in devices.items():
-        smallest: dict[str, int] = {}
-        for point in entry.profile.points:
-            smallest[point.stage] = min(point.processes, smallest.get(point.stage, point.processes))
-        estimates = estimated.kinds[name].points if name in estimated.kinds else ()
-        failed = [
-            p for p in estimates if not p.succeeded and p.processes < smallest.get(p.stage, 0)
-        ]
-        points = (*entry.profile.points, *failed)
-        changed[name] = replace(entry, profile=entry.profile.model_copy(update={"points": points}))
-    return changed
 
 
 def _with_better_kind(

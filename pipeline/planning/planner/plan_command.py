@@ -2,194 +2,45 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import yaml
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from pipeline.console import create_console
 from pipeline.inventory import load_or_survey
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
-from pipeline.planning.planner import job_planner, pool_planner
+from pipeline.planning.cost.data_sheet import estimate_profile
 from pipeline.planning.planner.available_devices import (
     check_plan_limits,
     local_devices,
     select_devices,
-    with_memory_floors,
 )
-from pipeline.planning.planner.recommendations import PlanProposal, PlanRow
+from pipeline.planning.planner.plan_proposal import PlanProposal
+from pipeline.planning.planner.plan_tables import comparison_table, print_proposal, render_page
+from pipeline.planning.planner.planner import assess_plan, propose_plan
 from pipeline.planning.planner.request import PlanRequest, parse_pins
-from pipeline.planning.planner.stage_options import SINGLE_MEASUREMENT_SPREAD, Correction
-from pipeline.planning.profile.data_sheet_profile import estimate_profile
+from pipeline.planning.planner.stage_times import SINGLE_MEASUREMENT_SPREAD, Correction
 from pipeline.planning.profile.device_kinds import local_kind
 from pipeline.planning.profile.schema import ProfileIdentity, load_profile
 from pipeline.pools.measured_times import (
     WORK_PART,
-    ForecastComparison,
     MeasuredTimes,
     compare_with_forecast,
     measure_times,
 )
-from pipeline.report.chart_style import finish_chart, inline_svg
-from pipeline.report.theme import render_template, stage_colours
 from pipeline.resources import ClusterConfig
 from pipeline.run import Run
 from rlinf.artifacts import write_user_file
 from rlinf.config import RunConfig, validate
-from rlinf.errors import DataError, PlanError
+from rlinf.errors import PlanError
 from slurm.site import SiteConfig, load_site
 from stages.flow import flow_of
 from stages.layout import PLAN_FILE
-
-
-def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProposal:
-    """Return the best plan for a request.
-
-    Args:
-        what_ifs: changes of the cluster to compare with, such as ``h100=8``.
-
-    Raises:
-        PlanError: a stage cannot run anywhere, or the request is inconsistent.
-    """
-    request = request.with_price_note()
-    if request.execution == "jobs":
-        return job_planner.propose_jobs(request, what_ifs)
-    if request.execution == "pools":
-        return pool_planner.propose_pools(request, what_ifs)
-    jobs = None
-    with suppress(PlanError):
-        jobs = job_planner.propose_jobs(request, what_ifs)
-    try:
-        pools = pool_planner.propose_pools(request, what_ifs)
-    except PlanError as error:
-        if jobs is None:
-            raise
-        return replace(jobs, notes=(*jobs.notes, f"pools are not possible: {error}"))
-    if jobs is None:
-        return pools
-    best, other, name = (
-        (pools, jobs, "jobs")
-        if pools.forecast.cost <= jobs.forecast.cost
-        else (jobs, pools, "pools")
-    )
-    seconds = format_seconds(other.forecast.iteration_s)
-    note = f"with --execution {name} an iteration would take {seconds}"
-    return replace(best, notes=(*best.notes, note))
-
-
-def assess_plan(
-    request: PlanRequest, plan: Plan, plan_name: str, what_ifs: Sequence[str] = ()
-) -> PlanProposal:
-    """Forecast a user's plan, with the best plan of the same execution among its alternatives.
-
-    Args:
-        plan_name: name of the plan in errors.
-
-    Raises:
-        PlanError: the plan is impossible; the message names the key and the limit.
-    """
-    assess = job_planner.assess_jobs if plan.execution == "jobs" else pool_planner.assess_pools
-    return assess(request.with_price_note(), plan, plan_name, what_ifs)
-
-
-PART_OPACITIES = (0.3, 0.42, 0.54, 0.66, 1.0)
-"""Opacity of the parts of a stage in the chart; the last value is for its work."""
-
-
-def render_page(proposal: PlanProposal, title: str) -> str:
-    """Render the plan's page as HTML."""
-    forecast = proposal.forecast
-    return render_template(
-        "plan.html.jinja",
-        name=f"{title}: plan",
-        tiles=[
-            ("predicted iteration", f"{forecast.iteration_s:.3g} s"),
-            ("80 % of iterations", f"{forecast.low_s:.3g} - {forecast.high_s:.3g} s"),
-            ("device-hours an iteration", f"{forecast.gpu_hours:.3g}"),
-            ("mode", proposal.mode),
-            ("objective", proposal.objective),
-        ],
-        gantt=inline_svg(gantt_chart(proposal), "gantt"),
-        what_ifs=[
-            (what_if.case, what_if.seconds, what_if.seconds / forecast.iteration_s - 1)
-            for what_if in proposal.what_ifs
-            if math.isfinite(what_if.seconds)
-        ],
-        rows=proposal.rows,
-        alternatives=[
-            {"other": other, "more": other.cost / forecast.cost - 1 if forecast.cost else 0.0}
-            for other in proposal.alternatives
-        ],
-        choices=proposal.forecast.recommendations,
-        notes=proposal.notes,
-    )
-
-
-def gantt_chart(proposal: PlanProposal) -> Figure:
-    """Draw the stages as bars whose parts differ in opacity; whiskers show the 10 % to 90 %
-    interval."""
-    lanes, colours = assign_lanes(proposal.rows), stage_colours(row.stage for row in proposal.rows)
-    figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
-    for index, row in ((index, row) for index, lane in enumerate(lanes) for row in lane):
-        start = row.start_s
-        opacity = [*PART_OPACITIES[: len(row.breakdown_s) - 1], PART_OPACITIES[-1]]
-        for (name, seconds), alpha in zip(row.breakdown_s.items(), opacity, strict=False):
-            axis.barh(index, seconds, 0.6, start, color=colours[row.stage], alpha=alpha, label=name)
-            start += seconds
-        axis.errorbar(
-            row.start_s + row.seconds,
-            index,
-            xerr=[[row.seconds - row.low_s], [row.high_s - row.seconds]],
-            color="#24292f",
-            lw=1,
-            capsize=3,
-        )
-    axis.set_yticks(range(len(lanes)), [f"{lane[0].place}  {lane[0].size}" for lane in lanes])
-    axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
-    axis.grid(axis="y", visible=False)
-    stage_handles = [Patch(color=colours[row.stage], label=row.stage) for row in proposal.rows]
-    names = max((list(row.breakdown_s) for row in proposal.rows), key=len)
-    opacity_handles = [
-        Patch(color="#24292f", alpha=alpha, label=name)
-        for name, alpha in zip(names, [*PART_OPACITIES[: len(names) - 1], 1.0], strict=True)
-    ]
-    axis.legend(
-        handles=[*stage_handles, *(opacity_handles if len(names) > 1 else [])],
-        ncols=len(stage_handles) + len(opacity_handles),
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        fontsize=8,
-        columnspacing=1.0,
-        handlelength=1.2,
-    )
-    return finish_chart(figure)
-
-
-def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Group rows by place and size into lanes of the chart, in which no stages overlap."""
-    lanes: list[list[PlanRow]] = []
-    for row in rows:
-        for lane in lanes:
-            last = lane[-1]
-            is_free = last.start_s + last.seconds <= row.start_s + 1e-9
-            if (last.place, last.size) == (row.place, row.size) and is_free:
-                lane.append(row)
-                break
-        else:
-            lanes.append([row])
-    return lanes
-
 
 UNMEASURED_NOTE = (
     "nothing was measured: times are from data sheets and may be wrong by a factor of two; measure "
@@ -234,11 +85,6 @@ def build_request(
         notes += device_notes
         cluster_at_site = cluster.model_copy(update={"site": site_file})
         validator = partial(check_plan_limits, cluster=cluster_at_site, inventory=inventory)
-        if not profile.estimated:
-            # If data sheets or the model's formulas are missing, only measurements show what fits.
-            with suppress(PlanError, DataError):
-                estimated = estimate_profile(config, inventory, site_config)
-                devices = with_memory_floors(devices, estimated)
     elif profile is not None:
         devices = local_devices(profile, local_kind())
     else:
@@ -268,131 +114,13 @@ def write_proposal(proposal: PlanProposal, out: Path, title: str) -> Path:
     """
     page = out.with_suffix(".html")
     header = (
-        "# Made by rlinf plan. Resources may be edited; 'predicted' is kept for comparison only.\n"
+        "# Made by rlinf plan. Resources may be edited; 'forecast' is kept for comparison only.\n"
     )
     write_user_file(out, header + yaml.safe_dump(proposal.plan.to_dict(), sort_keys=False))
     write_user_file(page, render_page(proposal, title))
     if proposal.problem:
         write_user_file(out.with_suffix(".problem.yaml"), proposal.problem)
     return page
-
-
-def print_proposal(proposal: PlanProposal) -> None:
-    """Print the plan, its alternatives and what-ifs as tables."""
-    console = create_console()
-    console.print(plan_table(proposal))
-    forecast = proposal.forecast
-    console.print(
-        f"iteration: {format_seconds(forecast.iteration_s)} "
-        f"({format_seconds(forecast.low_s)} to {format_seconds(forecast.high_s)} for 80 %), "
-        f"{forecast.gpu_hours:.3g} device-hours; {describe_optimality(proposal)}",
-        highlight=False,
-    )
-    if proposal.alternatives:
-        console.print(alternatives_table(proposal))
-    if proposal.what_ifs:
-        console.print(what_if_table(proposal))
-    if proposal.forecast.recommendations:
-        console.print(recommendations_table(proposal))
-    for note in proposal.notes:
-        console.print(f"note: {note}", style="yellow")
-
-
-def describe_optimality(proposal: PlanProposal) -> str:
-    """Describe how close the plan is to the optimum."""
-    if proposal.is_optimal:
-        return "no plan is better under these predictions"
-    if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
-        return f"the best plan would take {format_seconds(proposal.alternatives[0].seconds)}"
-    return "the best plan of a grid of placements"
-
-
-def create_table(title: str, *columns: str) -> Table:
-    """Return a table; the text of columns whose heading begins with ``>`` is aligned right."""
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for column in columns:
-        is_number = column.startswith(">")
-        table.add_column(
-            column.removeprefix(">"),
-            justify="right" if is_number else "left",
-            no_wrap=is_number or column in ("stage", "cluster", "bound by", "chosen"),
-        )
-    return table
-
-
-def plan_table(proposal: PlanProposal) -> Table:
-    """Return the table of stages; the size is nodes x devices per node."""
-    title = f"plan: {proposal.mode}, for the least {proposal.objective}"
-    headings = ("stage", "where", "size", ">start", ">duration", ">10 - 90 %", "bound by")
-    table = create_table(title, *headings)
-    for row in proposal.rows:
-        share = row.breakdown_s[row.bound_by] / row.seconds if row.seconds else 0.0
-        table.add_row(
-            row.stage,
-            row.place,
-            row.size,
-            format_seconds(row.start_s),
-            format_seconds(row.seconds),
-            format_interval(row.low_s, row.high_s),
-            f"{row.bound_by} {share:.0%}",
-        )
-    return table
-
-
-def alternatives_table(proposal: PlanProposal) -> Table:
-    """Return the table of the best other plans, with the reason why each is worse."""
-    table = create_table("alternatives", "difference", ">iteration", ">cost", "reason")
-    for other in proposal.alternatives:
-        added = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
-        seconds = format_seconds(other.seconds)
-        table.add_row(other.difference, seconds, f"{added:+.1%}", other.reason)
-    return table
-
-
-def recommendations_table(proposal: PlanProposal) -> Table:
-    """Return the table of recommended and rejected features, and the time that they save."""
-    table = create_table("choices", "option", "chosen", ">time saved", "reason")
-    for choice in proposal.forecast.recommendations:
-        saved = "" if choice.saved_s is None else format_seconds(choice.saved_s)
-        table.add_row(choice.feature, "yes" if choice.chosen else "no", saved, choice.reason)
-    return table
-
-
-def what_if_table(proposal: PlanProposal) -> Table:
-    """Return the table of the best plans for different clusters."""
-    table = create_table("what if", "cluster", ">iteration", ">change")
-    planned_s = proposal.forecast.iteration_s
-    for what_if in proposal.what_ifs:
-        possible = math.isfinite(what_if.seconds)
-        change = f"{what_if.seconds / planned_s - 1:+.1%}" if possible else ""
-        table.add_row(
-            what_if.case, format_seconds(what_if.seconds) if possible else "impossible", change
-        )
-    return table
-
-
-def format_seconds(value: float) -> str:
-    """Format a duration with three significant digits."""
-    unit, factor = _unit(value)
-    return f"{_digits(value * factor)} {unit}"
-
-
-def format_interval(low: float, high: float) -> str:
-    """Format two durations in the unit of the longer one."""
-    unit, factor = _unit(high)
-    return f"{_digits(low * factor)} - {_digits(high * factor)} {unit}"
-
-
-def _unit(value: float) -> tuple[str, float]:
-    if value >= 600:
-        return "min", 1 / 60
-    return ("ms", 1000.0) if 0 < value < 0.1 else ("s", 1.0)
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def run_plan(
@@ -545,18 +273,3 @@ def job_corrections(
             if (resources.partition or "") == entry.kind.partition and same_gpus:
                 corrections[stage, name] = correction
     return corrections
-
-
-def comparison_table(comparisons: Sequence[ForecastComparison]) -> Table:
-    """Return the table that compares forecast and measurements."""
-    headings = ("stage", ">predicted", ">actual (median)", ">off by", ">n")
-    table = create_table("predicted against actual", *headings)
-    for comparison in comparisons:
-        table.add_row(
-            comparison.name,
-            format_seconds(comparison.predicted_s),
-            format_seconds(comparison.actual.median_s),
-            f"{comparison.error:+.1%}",
-            str(len(comparison.actual.total_s)),
-        )
-    return table

@@ -11,6 +11,9 @@ because samples that are decoded together end with the longest of them. If such 
 pool, it produces one chunk after another, so more chunks take longer (``PlacementStage.again``).
 Between stages of the same pool, the output is passed on as a whole.
 
+If each stage is a job of its own (``PlacementProblem.are_jobs``), a pool is the job of one stage.
+It also waits while the jobs of other stages use so many devices that too few are left.
+
 The next iteration begins in all pools at once, when all stages are done and the new weights have
 arrived. A pool loads its next stage as soon as it is free.
 
@@ -119,6 +122,10 @@ class Predictor:
                 begin = np.maximum(begin, first_chunk[source] if is_streamed else finish[source])
                 last_input = np.maximum(last_input, finish[source])
             begin = np.maximum(begin, free[p] + (self.switch_time(s, gpus[p]) if is_shared else 0))
+            for earlier in range(s) if self.problem.are_jobs else ():
+                both = [self.problem.devices_used(i, gpus[pool_of[i]]) for i in (s, earlier)]
+                waits = ~self.problem.fits(both)
+                begin = np.maximum(begin, np.where(waits, finish[earlier], 0.0))
             overhead_s = self._num_transfers(s, pool_of, chunks) * stage.chunk_s
             if is_shared and stage.again:
                 work = work * (1 + (chunks - 1) * stage.again)

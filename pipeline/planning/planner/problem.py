@@ -37,14 +37,12 @@ class GpuKind:
     """Number of GPUs that the plan may use."""
     price: float = 1.0
     """Price of one GPU for one hour, in any currency."""
-    wait_s: float = 0.0
-    """Expected wait in the queue before a job of this kind starts."""
+    waits_s: tuple[tuple[int, float], ...] = ()
+    """Pairs of a job's number of nodes and its expected wait in the queue; empty: no waits."""
     interruptions_per_hour: float = 0.0
     """Expected preemptions and node failures of a pool, per hour."""
     per_node: int = 0
     """GPUs per node, all of which a job on several nodes must use; 0: any number is allowed."""
-    waits_s: tuple[tuple[int, float], ...] = ()
-    """Pairs of a job's number of nodes and its expected wait; empty: ``wait_s`` for all jobs."""
     job_gpus: int = 0
     """Maximum GPUs of a job; 0: no limit."""
 
@@ -52,7 +50,7 @@ class GpuKind:
         """Return the waits of jobs with ``gpus`` GPUs, float64 like ``gpus``; 0 without GPUs. The
         nearest known number of nodes determines the wait; jobs with more nodes never wait less."""
         if not self.waits_s:
-            return np.where(gpus > 0, self.wait_s, 0.0)
+            return np.zeros(np.shape(gpus))
         nodes, waits = np.array(sorted(self.waits_s)).T
         job_nodes = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
         nearest = np.abs(np.log(nodes[:, None] / job_nodes.reshape(1, -1))).argmin(0)
@@ -114,6 +112,9 @@ class PlacementProblem:
 
     stages: Sequence[PlacementStage]
     kinds: Sequence[GpuKind]
+    are_jobs: bool = False
+    """True if each stage is a job of its own, which has its GPUs only while it runs. False: pools
+    keep their GPUs."""
     chunks: Sequence[int] = (1, 2, 4, 8, 16, 32)
     """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
@@ -123,8 +124,6 @@ class PlacementProblem:
     pool."""
     mixing: float = 1.0
     """Speed of different kinds together on one stage, relative to the sum of their speeds."""
-    allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The only kinds that a stage may use (pins), by stage."""
     mixes: frozenset[str] | None = None
     """Stages that need not run in one job: a pool with only such stages may have several kinds and
     any number of GPUs. None: all stages."""
@@ -142,13 +141,6 @@ class PlacementProblem:
             *((f"stage {s.name!r}: switch_s", s.switch_s, names, "kind") for s in self.stages),
             *((f"stage {s.name!r}: after", s.after, stages, "stage") for s in self.stages),
             *((f"sync_s.{a}", (a, b), names, "kind") for a, b in self.sync_s),
-            *(
-                (f"pin {s}={'+'.join(kinds)}", kinds, names, "kind")
-                for s, kinds in self.allowed.items()
-            ),
-            *(("shared", group, names, "kind") for group, _ in self.shared),
-            *(("most_jobs", group, names, "kind") for group, _ in self.most_jobs),
-            ("pin", self.allowed, stages, "stage"),
             ("mixes", self.mixes or (), stages, "stage"),
         ):
             for name in referenced:
@@ -193,32 +185,44 @@ class PlacementProblem:
     def is_allowed(self, pools: PoolStages, gpus: Sequence[np.ndarray]) -> np.ndarray:
         """Return True where pools with GPUs ``[kinds, n]`` can be jobs, and respect the GPUs that
         kinds share and the limits of running jobs. A pool that is not one job has a job for each
-        GPU."""
+        GPU. Jobs of single stages wait for each other instead."""
         allowed = np.ones(gpus[0].shape[1], dtype=bool)
+        if self.are_jobs:
+            return allowed
         for pool, counts in zip(pools, gpus, strict=True):
             if not self.may_mix(pool):
                 allowed &= self.is_single_job(counts)
-        limits = [(names, limit, gpus) for names, limit in self.shared]
-        if self.most_jobs:
-            jobs = [np.where(self.is_single_job(counts), counts > 0, counts) for counts in gpus]
-            limits += [(names, limit, jobs) for names, limit in self.most_jobs]
-        for names, limit, used in limits:
-            indices = [k for k, kind in enumerate(self.kinds) if kind.name in names]
-            allowed &= np.sum([counts[indices].sum(0) for counts in used], axis=0) <= limit
-        return allowed
+        jobs = [np.where(self.is_single_job(counts), counts > 0, counts) for counts in gpus]
+        limited = self._are_within(self.most_jobs, jobs) & self._are_within(self.shared, gpus)
+        return allowed & limited
+
+    def fits(self, gpus: Sequence[np.ndarray]) -> np.ndarray:
+        """Return True where there are enough GPUs, bool ``[n]``, for several pools or jobs at the
+        same time: ``[kinds, n]`` each."""
+        own = [((kind.name,), kind.gpus) for kind in self.kinds]
+        return self._are_within((*own, *self.shared), gpus)
+
+    def _are_within(
+        self, limits: Sequence[tuple[tuple[str, ...], int]], counts: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        total, within = np.sum(counts, axis=0), np.ones(counts[0].shape[1], dtype=bool)
+        for names, limit in limits:
+            within &= total[[kind.name in names for kind in self.kinds]].sum(0) <= limit
+        return within
+
+    def devices_used(self, stage: int, gpus: np.ndarray) -> np.ndarray:
+        """Return the GPUs that a stage's job uses of its ``gpus``: none if it does not compute with
+        the model."""
+        return gpus if self.stages[stage].divisible else np.zeros_like(gpus)
 
     def rate_table(self, stage: PlacementStage, kind: int) -> np.ndarray:
-        """Return the rates ``[gpus + 1]`` of a stage on a kind, with pins applied.
+        """Return the rates ``[gpus + 1]`` of a stage on a kind.
 
         Rates may fall or be 0 at larger numbers of GPUs, because a stage works on all GPUs of its
         pool.
         """
         entry = self.kinds[kind]
-        allowed = self.allowed.get(stage.name)
-        rates = stage.rates.get(entry.name)
-        if rates is None or (allowed is not None and entry.name not in allowed):
-            return np.zeros(entry.gpus + 1)
-        return np.asarray(rates, dtype=np.float64)
+        return np.asarray(stage.rates.get(entry.name, np.zeros(entry.gpus + 1)), dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -253,11 +257,10 @@ class KindSection(Section):
 
     gpus: PositiveInt
     price: NotNegative = 1.0
-    wait_s: NotNegative = 0.0
+    waits_s: dict[PositiveInt, NotNegative] = {}
+    """Waits in the queue by number of nodes; none by default."""
     interruptions_per_hour: NotNegative = 0.0
     per_node: int = Field(default=0, ge=0)
-    waits_s: dict[PositiveInt, NotNegative] = {}
-    """Waits by number of nodes; ``wait_s`` by default."""
     job_gpus: int = Field(default=0, ge=0)
 
     def to_kind(self, name: str) -> GpuKind:
@@ -281,38 +284,19 @@ class StageSection(Section):
     switch_s: dict[str, NotNegative] = {}
 
 
-class SharedGpusSection(Section):
-    """Kinds that share GPUs or a limit."""
-
-    kinds: tuple[str, ...] = Field(min_length=2)
-    gpus: PositiveInt
-    """Number of GPUs of all these kinds together."""
-
-
-class JobLimitSection(Section):
-    """Kinds whose jobs a limit counts together."""
-
-    kinds: tuple[str, ...] = Field(min_length=1)
-    jobs: PositiveInt
-    """Maximum number of running jobs."""
-
-
 class ProblemFile(Section):
     """A :class:`PlacementProblem` in a file; ``pools`` and ``num_chunks`` may give a placement."""
 
     kinds: dict[str, KindSection] = Field(min_length=1)
     stages: dict[str, StageSection] = Field(min_length=1)
     """Stages in topological order."""
-    micro_batches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
+    chunks: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
     """Allowed numbers of chunks per iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
     sync_s: dict[str, dict[str, NotNegative]] = {}
     """Seconds by kind of the source, then of the target."""
     mixing: float = 1.0
-    allowed: dict[str, frozenset[str]] = {}
     mixes: frozenset[str] | None = None
-    shared: tuple[SharedGpusSection, ...] = ()
-    most_jobs: tuple[JobLimitSection, ...] = ()
     pools: tuple[PoolPlan, ...] = ()
     num_chunks: PositiveInt = 1
 
@@ -325,14 +309,11 @@ class ProblemFile(Section):
         return PlacementProblem(
             [self._stage(name, section) for name, section in self.stages.items()],
             [section.to_kind(name) for name, section in self.kinds.items()],
-            chunks=self.micro_batches,
+            chunks=self.chunks,
             sync=self.sync,
             sync_s={(a, b): s for a, row in self.sync_s.items() for b, s in row.items()},
             mixing=self.mixing,
-            allowed=self.allowed,
             mixes=self.mixes,
-            shared=[(section.kinds, section.gpus) for section in self.shared],
-            most_jobs=[(section.kinds, section.jobs) for section in self.most_jobs],
         )
 
     @model_validator(mode="after")
@@ -392,7 +373,7 @@ def dump_problem(
     values = {
         "kinds": {kind.name: _dump_kind(kind) for kind in problem.kinds},
         "stages": stages,
-        "micro_batches": list(problem.chunks),
+        "chunks": list(problem.chunks),
         "sync": [*problem.sync] if problem.sync and set(problem.sync) <= stages.keys() else None,
         "sync_s": sync_s,
         "mixing": problem.mixing,
@@ -400,10 +381,6 @@ def dump_problem(
         "pools": [pool.model_dump(mode="json") for pool in pools],
         "num_chunks": num_chunks,
     }
-    if problem.shared:
-        values["shared"] = [{"kinds": [*names], "gpus": limit} for names, limit in problem.shared]
-    if problem.most_jobs:
-        values["most_jobs"] = [{"kinds": [*names], "jobs": n} for names, n in problem.most_jobs]
     return yaml.safe_dump(values, sort_keys=False)
 
 
@@ -422,14 +399,12 @@ def read_problem(path: Path) -> tuple[PlacementProblem, Placement | None]:
     if not isinstance(values, Mapping):
         raise PlanError(f"{path}: expected a mapping with 'kinds' and 'stages'")
     try:
-        file = validate(ProblemFile, values, str(path))
+        file = validate(ProblemFile, values, "problem")
         problem = file.to_problem()
         return problem, placement_from_pools(
             problem, file.pools, file.num_chunks
         ) if file.pools else None
-    except ConfigError as error:
-        raise PlanError(str(error)) from None
-    except PlanError as error:
+    except (ConfigError, PlanError) as error:
         raise PlanError(f"{path}: {error}") from None
 
 
@@ -485,90 +460,89 @@ class Objective(ABC):
     """Unit of the cost: ``s`` or ``price``."""
 
     @abstractmethod
-    def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
+    def cost(
+        self, problem: PlacementProblem, total_s: Array, busy_s: Array, gpus: Sequence[Array]
+    ) -> Array:
         """Return the costs ``[n]``.
 
         Args:
             problem: the kinds with their prices, waits and interruptions.
             total_s: seconds of an iteration ``[n]``.
+            busy_s: seconds of work of each stage ``[stages, n]``.
             gpus: allocated GPUs by pool, int ``[kinds, n]``.
         """
-
-    @abstractmethod
-    def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
-    ) -> float:
-        """Return the cost of a stage that runs for ``seconds`` as its own job."""
 
 
 @dataclass(frozen=True)
 class IterationTime(Objective):
     """The seconds of one iteration."""
 
-    def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
+    def cost(
+        self, problem: PlacementProblem, total_s: Array, busy_s: Array, gpus: Sequence[Array]
+    ) -> Array:
         return total_s
-
-    def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
-    ) -> float:
-        return seconds
 
 
 @dataclass(frozen=True)
 class MonetaryCost(Objective):
-    """The cost of one iteration: all allocated GPUs for its whole duration.
-
-    If all prices are 1, the cost is in GPU-hours.
-    """
+    """The cost of one iteration: all GPUs of pools for its whole duration, those of jobs while they
+    run. If all prices are 1, the cost is in GPU-hours."""
 
     unit = "price"
 
-    def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
+    def cost(
+        self, problem: PlacementProblem, total_s: Array, busy_s: Array, gpus: Sequence[Array]
+    ) -> Array:
         prices = np.array([kind.price for kind in problem.kinds])
-        return np.asarray(total_s * sum(prices @ pool for pool in gpus) / 3600)
-
-    def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
-    ) -> float:
-        return seconds * price_per_hour / 3600
+        return np.asarray(sum(prices @ n for n in gpu_hours(problem, total_s, busy_s, gpus)))
 
 
 @dataclass(frozen=True)
 class TimeToFinish(Objective):
     """The seconds until all iterations are done, with queue waits and expected interruptions.
 
-    The run starts when its last pool has started. For the cost of interruptions see
-    :func:`interruption_overhead`. Waits depend on the number of nodes of each kind.
+    A run of pools starts when its last pool has started; jobs wait in every iteration. For the cost
+    of interruptions see :func:`interruption_s`. Waits depend on the number of nodes of each kind.
     """
 
     iterations: int
     """Number of iterations of the run."""
 
-    def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
-        wait_s = np.max([np.max(_queue_waits(problem, pool), axis=0) for pool in gpus], axis=0)
-        overhead = interruption_overhead(problem, total_s, gpus)
-        return np.asarray(wait_s + self.iterations * total_s * (1 + overhead))
-
-    def job_cost(
-        self, seconds: float, price_per_hour: float, wait_s: float, interruptions_per_hour: float
-    ) -> float:
-        """Return the cost of a job that waits in the queue. An interrupted job waits again, and
-        repeats half of its work on average."""
-        lost_s = interruptions_per_hour / 3600 * seconds * (wait_s + seconds / 2)
-        return self.iterations * (wait_s + seconds + lost_s)
+    def cost(
+        self, problem: PlacementProblem, total_s: Array, busy_s: Array, gpus: Sequence[Array]
+    ) -> Array:
+        waits_s = np.array([np.max(_queue_waits(problem, pool), axis=0) for pool in gpus])
+        iteration_s = total_s + interruption_s(problem, total_s, busy_s, gpus)
+        if problem.are_jobs:
+            return np.asarray(self.iterations * (waits_s.sum(0) + iteration_s))
+        return np.asarray(waits_s.max(0) + self.iterations * iteration_s)
 
 
-def interruption_overhead(
-    problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]
+def gpu_hours(
+    problem: PlacementProblem, total_s: Array, busy_s: Array, gpus: Sequence[Array]
+) -> list[Array]:
+    """Return the GPU-hours of an iteration on each kind ``[kinds, n]``, by pool. The arguments are
+    as in :meth:`Objective.cost`."""
+    if problem.are_jobs:
+        used = [problem.devices_used(s, pool) for s, pool in enumerate(gpus)]
+        return [pool * busy_s[s] / 3600 for s, pool in enumerate(used)]
+    return [pool * total_s / 3600 for pool in gpus]
+
+
+def interruption_s(
+    problem: PlacementProblem, total_s: Array, busy_s: Array, gpus: Sequence[Array]
 ) -> Array:
-    """Return the expected seconds that preemption and failures cost per second of work ``[n]``.
+    """Return the seconds ``[n]`` that preemption and failures are expected to cost an iteration.
 
-    An interrupted pool waits in the queue again, and half an iteration is repeated on average. The
-    arguments are as in :meth:`Objective.cost`.
+    An interrupted pool waits in the queue again, and half an iteration is repeated on average; of a
+    stage's own job, half of the stage. The arguments are as in :meth:`Objective.cost`.
     """
     rates = np.array([kind.interruptions_per_hour for kind in problem.kinds])[:, None] / 3600
-    lost = [rates * (_queue_waits(problem, pool) + total_s / 2) * (pool > 0) for pool in gpus]
-    return np.asarray(sum(pool.sum(0) for pool in lost))
+    lost_s = np.zeros(len(total_s))
+    for p, pool in enumerate(gpus):
+        run_s = busy_s[p] if problem.are_jobs else total_s
+        lost_s += (rates * run_s * (_queue_waits(problem, pool) + run_s / 2) * (pool > 0)).sum(0)
+    return lost_s
 
 
 def _queue_waits(problem: PlacementProblem, pool: Array) -> Array:

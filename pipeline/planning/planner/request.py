@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.plan import Execution, Plan, PlanningSources, TimingCorrection, parse_plan
 from pipeline.planning.planner.available_devices import PartitionDevices
 from pipeline.planning.planner.problem import IterationTime, MonetaryCost, Objective, TimeToFinish
-from pipeline.planning.planner.stage_options import Correction, StageOption, stage_options
+from pipeline.planning.planner.stage_times import Correction
 from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
 from rlinf.errors import PlanError, did_you_mean
@@ -37,6 +37,8 @@ class PlanRequest:
     """Files and options of the request; ``rlinf replan`` uses them again. None: unknown."""
     plan_validator: Callable[[Plan], Plan] | None = None
     """Checks a plan and returns it with the cluster's settings; None: no check."""
+    is_user_plan: bool = False
+    """True if a user's plan is assessed, whose jobs may have any shape."""
 
     def validate_plan(self, plan: Plan) -> Plan:
         """Check that a plan may be run, and return it with the cluster's settings.
@@ -54,13 +56,13 @@ class PlanRequest:
         return replace(self, devices=devices)
 
     def for_user_plan(self) -> PlanRequest:
-        """Return the request for a user's plan, without the limits of jobs as the planner would
-        request them; the job requests in the plan are checked instead."""
+        """Return the request for a user's plan, without pins and the limits of jobs as the planner
+        would request them; the job requests in the plan are checked instead."""
         devices = {
             name: replace(entry, allowance=entry.allowance.without_job_limits())
             for name, entry in self.devices.items()
         }
-        return replace(self, devices=devices)
+        return replace(self, devices=devices, pins={}, is_user_plan=True)
 
     def get_objective(self) -> Objective:
         """Return the objective.
@@ -120,14 +122,6 @@ class PlanRequest:
             )
             for (stage, kind), correction in self.corrections.items()
         )
-
-    def stage_options(self) -> dict[str, list[StageOption]]:
-        """Return all ways to run each stage as a job."""
-        devices, result = self.priced_devices(), {}
-        for stage in flow_of(self.config).stages:
-            options = stage_options(stage, devices, self.profile, self.config, self.pins.get(stage))
-            result[stage] = [option.with_corrections(self.corrections) for option in options]
-        return result
 
 
 def parse_pins(

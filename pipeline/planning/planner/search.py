@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from pipeline.planning.planner.problem import (
     Placement,
     PlacementProblem,
     PoolStages,
+    TimeToFinish,
 )
 from rlinf.errors import PlanError
 
@@ -70,6 +71,8 @@ def solve(
     """
     _check_problem(problem)
     search = _Search(problem, objective or IterationTime())
+    if problem.are_jobs:
+        return search.choose_jobs(max_solutions)
     groupings = enumerate_groupings(problem)
     search.coarse_rows = min(COARSE_ROWS, COARSE_ROWS * COARSE_GROUPINGS // len(groupings))
     is_exact = search.count_rows(groupings) <= EXACT_ROWS
@@ -153,27 +156,14 @@ def gpu_moves(pools: int, sizes: Array, *, exchanges: bool) -> Array:
     return np.array(moves)
 
 
-def without_kinds(states: Array) -> Array:
-    """Return variants ``[n, variants, pools, kinds]`` of divisions in which a pool, or all pools,
-    have no GPUs of a kind, because a plan avoids the queue and interruptions of a kind only if it
-    does not use the kind at all."""
-    variants = []
-    for k in range(states.shape[2]):
-        for pool in (slice(None), *range(states.shape[1])):
-            changed = states.copy()
-            changed[:, pool, k] = 0
-            variants.append(changed)
-    return np.stack(variants, axis=1)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Division:
     """The GPUs of each pool of a grouping, with the best number of chunks and the cost."""
 
     cost: float
-    gpus: Array
+    gpus: Array = field(compare=False)
     """Integers ``[pools, kinds]``."""
-    chunks: int
+    chunks: int = field(compare=False)
 
 
 class _Search:
@@ -183,8 +173,6 @@ class _Search:
         self._sizes = np.array([kind.gpus for kind in problem.kinds])
         self._counts: dict[tuple[PoolStages, int], list[Array]] = {}
         """Cache: the numbers of GPUs of a kind that the pools of a grouping can have."""
-        self._moves: dict[tuple[int, bool], Array] = {}
-        """Cache: :func:`gpu_moves` by number of pools and ``exchanges``."""
         self.coarse_rows = COARSE_ROWS
         """Maximum number of divisions in a coarse grid."""
 
@@ -196,6 +184,57 @@ class _Search:
         placement = Placement(pools, gpus, division.chunks)
         prediction = self.predictor.predict(placement)
         return PlacementSolution(placement, prediction, division.cost, is_optimal)
+
+    def choose_jobs(self, max_solutions: int) -> list[PlacementSolution]:
+        """Return the best jobs of all stages, then those in which one stage has another kind or
+        number of GPUs.
+
+        The best job of each stage alone is the best for all, unless stages that run at the same
+        time need more GPUs than there are. Then jobs are changed, one at a time, while this is an
+        improvement.
+        """
+        problem = self.problem
+        candidates = [self._job_candidates(s) for s in range(len(problem.stages))]
+        pools = tuple((s,) for s in range(len(candidates)))
+        best = self._divisions(pools, np.stack([options[0] for options in candidates])[None])[0]
+        while True:
+            jobs, variants = best.gpus, list[_Division]()
+            for s, options in enumerate(candidates):
+                states = np.repeat(jobs[None], len(options), axis=0)
+                states[:, s] = options
+                for k in range(len(problem.kinds)):
+                    others = states[(options[:, k] > 0) & (options != jobs[s]).any(1)]
+                    variants += self._divisions(pools, others)[:1]
+            improved = min(variants, default=best)
+            if improved.cost * EQUAL_COST_FACTOR >= best.cost:
+                break
+            best = improved
+        solution = self.solution(pools, best, is_optimal=False)
+        prediction, index = solution.prediction, {s.name: i for i, s in enumerate(problem.stages)}
+        waits = any(
+            prediction.start_s[s]
+            > max((prediction.finish_s[index[n]] for n in stage.after), default=0)
+            for s, stage in enumerate(problem.stages)
+        )
+        is_optimal = not waits and not isinstance(self.objective, TimeToFinish)
+        variants = [other for other in sorted(variants) if other.cost > best.cost]
+        others = [self.solution(pools, other, is_optimal=False) for other in variants]
+        return [replace(solution, is_optimal=is_optimal), *others][:max_solutions]
+
+    def _job_candidates(self, s: int) -> Array:
+        """Return the possible jobs of a stage, int ``[n, kinds]``, best first if it runs alone."""
+        stage, kinds = replace(self.problem.stages[s], after=()), len(self.problem.kinds)
+        jobs = [
+            np.flatnonzero(rates > 0)[:, None] * np.eye(kinds, dtype=np.int64)[k]
+            for k, rates in enumerate(self.predictor.tables[s])
+        ]
+        states = np.concatenate(jobs)[:, None]
+        alone = _Search(replace(self.problem, stages=[stage]), self.objective)
+        prices = states[:, 0] @ np.array([kind.price for kind in self.problem.kinds])
+        costs = alone._costs(((0,),), states, np.ones(len(states), np.int64))
+        seconds = self.predictor.duration(s, states[:, 0].T)
+        # Costs that differ only by rounding errors are equal.
+        return np.asarray(states[np.lexsort((seconds, prices, costs.round(12))), 0])
 
     def count_rows(self, groupings: Sequence[PoolStages]) -> float:
         """Return the number of divisions of all groupings, times their numbers of chunks."""
@@ -220,11 +259,7 @@ class _Search:
         best: list[_Division] = []
         grid = self._exact_grid(pools) if is_exact else iter([self._coarse_grid(pools)])
         for states in grid:
-            costs, chunks = self._best_chunks(pools, states)
-            for i in np.argsort(costs, kind="stable")[:MAX_STARTS]:
-                if math.isfinite(costs[i]):
-                    best.append(_Division(float(costs[i]), states[i], int(chunks[i])))
-            best = sorted(best, key=lambda division: division.cost)[:MAX_STARTS]
+            best = sorted([*best, *self._divisions(pools, states)])[:MAX_STARTS]
         return best
 
     def refine(
@@ -234,15 +269,10 @@ class _Search:
         states = np.array([division.gpus for division in divisions])
         chunks = np.array([division.chunks for division in divisions])
         costs = np.array([division.cost for division in divisions])
-        key = (len(pools), exchanges)
-        if key not in self._moves:
-            self._moves[key] = gpu_moves(len(pools), self._sizes, exchanges=exchanges)
-        moves = self._moves[key]
+        moves = gpu_moves(len(pools), self._sizes, exchanges=exchanges)
         active = np.arange(len(divisions))
         while len(active):
-            options = np.concatenate(
-                [states[active, None] + moves, without_kinds(states[active])], axis=1
-            )
+            options = states[active, None] + moves
             valid = (options >= 0).all((2, 3)) & (options.sum(2) <= self._sizes).all(2)
             row, column = np.nonzero(valid)
             found = np.full(valid.shape, np.inf)
@@ -342,21 +372,29 @@ class _Search:
         best = costs.argmin(0)
         return costs[best, np.arange(len(states))], options[best]
 
+    def _divisions(self, pools: PoolStages, states: Array) -> list[_Division]:
+        """Return the best of some divisions ``[n, pools, kinds]`` that can run, best first."""
+        costs, chunks = self._best_chunks(pools, states)
+        return [
+            _Division(float(costs[i]), states[i], int(chunks[i]))
+            for i in np.argsort(costs, kind="stable")[:MAX_STARTS]
+            if math.isfinite(costs[i])
+        ]
+
     def _costs(self, pools: PoolStages, states: Array, chunks: Array) -> Array:
         """Return the costs ``[n]`` of divisions ``[n, pools, kinds]``, infinite if impossible."""
         gpus = [states[:, p].T for p in range(len(pools))]
-        total_s = self.predictor.predict_batch(pools, gpus, chunks).total_s
+        prediction = self.predictor.predict_batch(pools, gpus, chunks)
+        total_s = prediction.total_s
         with np.errstate(invalid="ignore"):
-            costs = self.objective.cost(self.problem, total_s, gpus)
+            costs = self.objective.cost(self.problem, total_s, prediction.busy_s, gpus)
         return np.where(np.isfinite(total_s), costs, np.inf)
 
 
 def _check_problem(problem: PlacementProblem) -> None:
     for stage in problem.stages:
         if not any(problem.rate_table(stage, k).max() > 0 for k in range(len(problem.kinds))):
-            pinned = problem.allowed.get(stage.name)
-            kinds = f" on {', '.join(sorted(pinned))}" if pinned else ""
             raise PlanError(
-                f"stage {stage.name!r} can run nowhere{kinds}: it needs more memory than any "
+                f"stage {stage.name!r} can run nowhere: it needs more memory than any "
                 "number of these GPUs has together, or no profile has a successful measurement"
             )

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import norm
 
-from pipeline.planning.cost.rates import RateTables
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import (
     Placement,
     PlacementProblem,
-    interruption_overhead,
+    gpu_hours,
+    interruption_s,
 )
+from pipeline.planning.planner.stage_times import StageTables
 from rlinf.errors import PlanError
 
 Array = np.ndarray
@@ -37,23 +38,23 @@ class PlacementForecast:
     q90_s: float
     """Quantiles of the seconds with sampled speeds."""
     idle_shares: tuple[float, ...]
-    """For each pool: share of the time of its GPUs in which they do no work."""
+    """For each pool: share of the time of its GPUs in which they do no work; empty for jobs."""
     gpu_hours: float
-    """GPU-hours of one iteration, including idle time."""
+    """GPU-hours of one iteration; for pools including idle time."""
     interruption_s: float
     """Expected seconds that preemption and failures cost per iteration; not included in the other
     times."""
     sensitivities: tuple[tuple[str, float], ...]
     """Seconds saved if a stage on a kind (``train on h100``) takes :data:`IMPROVEMENT` less time,
     largest saving first."""
-    unmeasured: tuple[str, ...]
-    """Speeds that are extrapolated or from data sheets: ``train on h100: extrapolated``."""
+    extrapolated: tuple[str, ...]
+    """Speeds beyond the measurements: ``train on h100``."""
 
 
 def forecast_placement(
     problem: PlacementProblem,
     placement: Placement,
-    tables: RateTables,
+    tables: StageTables,
     *,
     draws: int = DRAWS,
     seed: int = 0,
@@ -100,20 +101,17 @@ def forecast_placement(
     sensitivities = zip(names, (float(saved) for saved in savings), strict=True)
     num_gpus = np.array([sum(gpus) for gpus in placement.gpus])
     columns = [np.array(gpus)[:, None] for gpus in placement.gpus]
-    overhead = interruption_overhead(problem, np.array([total_s]), columns)
+    times = np.array([total_s]), nominal.busy_s[:, None], columns
+    idle_shares = () if problem.are_jobs else 1 - busy_gpu_s / num_gpus / total_s
     return PlacementForecast(
         nominal_s=total_s,
         q10_s=q10,
         q90_s=q90,
-        idle_shares=tuple(float(share) for share in 1 - busy_gpu_s / num_gpus / total_s),
-        gpu_hours=float(num_gpus.sum()) * total_s / 3600,
-        interruption_s=float(overhead[0]) * total_s,
+        idle_shares=tuple(float(share) for share in idle_shares),
+        gpu_hours=float(np.sum(gpu_hours(problem, *times))),
+        interruption_s=float(interruption_s(problem, *times)[0]),
         sensitivities=tuple(sorted(sensitivities, key=lambda entry: (-entry[1], entry[0]))),
-        unmeasured=tuple(
-            f"{name}: {source}"
-            for name, table, n in used.values()
-            if (source := table.source(n)) in ("extrapolated", "data sheet")
-        ),
+        extrapolated=tuple(name for name, table, n in used.values() if table.extrapolated[n]),
     )
 
 

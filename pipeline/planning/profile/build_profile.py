@@ -12,7 +12,6 @@ from pipeline.planning.profile.device_kinds import DeviceKind
 from pipeline.planning.profile.measurement import StageTiming, Trial
 from pipeline.planning.profile.schema import (
     KindProfile,
-    MeasuredLink,
     Measurement,
     MemoryLocation,
     Overhead,
@@ -45,7 +44,6 @@ def build_kind_profile(
         memory=memory_location(trials),
         points=tuple(point for trial in trials for point in points(trial, flow)),
         overheads=(*overheads(trials), *stage_job_overheads),
-        links=tuple(links(trials)),
         waits=tuple(waits),
     )
 
@@ -99,12 +97,6 @@ def overheads(trials: Sequence[Trial]) -> list[Overhead]:
             size = {"nodes": trial.nodes, "processes": trial.processes}
             result.append(Overhead.of(measured, name=name, **size))
     return result
-
-
-def links(trials: Sequence[Trial]) -> list[MeasuredLink]:
-    """Return the link that the trial with the fewest nodes and processes measured, if any."""
-    ordered = sorted(trials, key=lambda trial: (trial.nodes, trial.processes))
-    return [link for trial in ordered for link in trial.links][:1]
 
 
 def lengths(trials: Iterable[Trial]) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from scipy.stats import t as student
 
 from pipeline.planning.profile.schema import (
     SCHEMA,
-    MeasuredLink,
     MemoryLocation,
     Seconds,
     read_json,
@@ -61,23 +60,21 @@ class ProfileTask(Section):
     """Committed output of the run's SFT stage."""
     key: str
     """Digest of the measured work, under which the trial is cached."""
-    kinds: tuple[str, ...]
-    """The kind of device of the job; both kinds for a link."""
+    kind: str
+    """The kind of device of the job."""
     folder: Path
     """Folder of the task file, the trial, and the output of the measured stages."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     """Number of ranks that measure; the job may have more."""
     cases: tuple[ProfileCase, ...] = ()
-    """Sizes to measure, the run's own first; if empty, only the link to another job is measured."""
+    """Sizes to measure, the run's own first."""
     seconds: float = Field(gt=0)
     """Seconds of measuring after the imports."""
     submitted: float
     """Time of submission, seconds since the epoch."""
     first: bool = True
     """True for the first job of an array, which does not wait for another job."""
-    rank: int | None = None
-    """Rank of this job in a group of two jobs that measure their link; None: any other job."""
 
     @property
     def trial_path(self) -> Path:
@@ -130,7 +127,7 @@ class CaseRepeats(Section):
 class Trial(Section):
     """The measurements so far of all jobs with the same work, nodes, processes and kind."""
 
-    schema_version: Literal[2] = SCHEMA
+    schema_version: Literal[3] = SCHEMA
     key: str
     """Digest of the measured work; see :func:`pipeline.planning.profile.schema.kind_key`."""
     nodes: int = Field(gt=0)
@@ -143,7 +140,6 @@ class Trial(Section):
     """Timings of single stages: all repeats of all cases (not samples of the batch)."""
     overheads_s: dict[str, tuple[Seconds, ...]] = {}
     """Repeats of each overhead, by ``OverheadName``."""
-    links: tuple[MeasuredLink, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()
     """Response lengths of each of a few rollouts of the full batch, in steps."""
     weights_bytes: int = Field(default=0, ge=0)

@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import combinations
 from pathlib import Path
 
 from launchers.launcher import JobSpec, Launcher
@@ -34,23 +33,18 @@ from pipeline.planning.profile.device_kinds import DeviceKind, list_kinds, local
 from pipeline.planning.profile.measurement import ProfileCase, ProfileTask, load_trial
 from pipeline.planning.profile.schema import (
     SCHEMA,
-    MeasuredLink,
     Overhead,
     Profile,
     ProfileIdentity,
     QueueWait,
     kind_key,
 )
-from pipeline.planning.profile.stage_bench import (
-    JOB_STARTED_VARIABLE,
-    RENDEZVOUS_DIR,
-    RENDEZVOUS_TIMEOUT_S,
-)
+from pipeline.planning.profile.stage_bench import JOB_STARTED_VARIABLE
 from pipeline.resources import ClusterConfig, job_resources, resolve_plan
 from pipeline.resume import create_run
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, commit_output, read_manifest, write_atomic
-from rlinf.config import EvaluateSection, RunConfig, RunSection, json_digest, validate
+from rlinf.config import EvaluateSection, RunConfig, RunSection, validate
 from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, RequeueRequested, StageError
 from slurm.client import SlurmClient, expected_wait_s, past_waits_s
 from slurm.inventory import default_partition
@@ -96,7 +90,7 @@ def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
             )
             trial.with_crash(line.strip()).save(task.trial_path)
         return
-    job_name = f"profile of {' - '.join(task.kinds)} on {task.processes} processes"
+    job_name = f"profile of {task.kind} on {task.processes} processes"
     if status.state in INTERRUPTED_STATES:
         log.warning("%s: job ended early (%s)", job_name, status.state.value)
     elif status.exit_code == EXIT_BAD_INPUT:
@@ -134,8 +128,8 @@ CACHE_DIR = ".profiles"
 """Folder of the cache beside the runs."""
 STAGE_JOB_LIMIT_MIN = 5
 """Time limit of each separate stage job, minutes."""
-STAGE_JOBS_SHARE, LINKS_SHARE = 0.5, 0.1
-"""Shares of the time: for separate stage jobs, and for links between kinds."""
+STAGE_JOBS_SHARE = 0.5
+"""Share of the time for separate stage jobs."""
 MIN_STAGE_JOBS_S = 60.0
 """Minimum time for separate stage jobs, seconds; with less time they are not measured."""
 MIN_MEASURING_S = 1.0
@@ -189,18 +183,14 @@ def profile_run(run: Run, options: ProfileOptions, sft: Callable[[Run], None]) -
         launcher = create_launcher(cluster, plan)
         try:
             end = time.time() + 60 * options.minutes
-            share = LINKS_SHARE * (on_slurm and len(kinds) > 1)
-            reserved_s = 60 * options.minutes * share
             profile_pass = ProfilePass(run, cluster, plan, launcher, identity, options)
             for index, kind in enumerate(kinds):
-                kind_s = (end - reserved_s - time.time()) / (len(kinds) - index)
+                kind_s = (end - time.time()) / (len(kinds) - index)
                 profile_pass.measure_kind(kind, kind_s)
-            links = profile_pass.measure_links(kinds, end) if on_slurm else []
         finally:
             launcher.close()
-    return profile_pass.build_profile(
-        kinds, links, SlurmClient(cluster.poll_interval_s) if on_slurm else None
-    )
+    client = SlurmClient(cluster.poll_interval_s) if on_slurm else None
+    return profile_pass.build_profile(kinds, client)
 
 
 def _kinds_to_measure(
@@ -291,7 +281,7 @@ class ProfilePass:
             dropped = in_time.pop()
             log.warning(
                 "%s: no time for %d processes; give more with --minutes",
-                "+".join(dropped.kinds),
+                dropped.kind,
                 dropped.processes,
             )
         return in_time
@@ -321,7 +311,7 @@ class ProfilePass:
             config=self.run.folder / CONFIG_FILE,
             initial=setup_stage_folder(self.run.folder, self.flow.initial_stage),
             key=folder.name,
-            kinds=(kind.name,),
+            kind=kind.name,
             folder=folder / f"{nodes}x{processes // nodes}",
             nodes=nodes,
             processes=processes,
@@ -351,7 +341,7 @@ class ProfilePass:
             path = task.folder / "task.json"
             write_atomic(path, task.model_copy(update=update).model_dump_json())
             logs = self.run.folder / "logs" / "profile"
-            name = f"profile/{'+'.join(task.kinds)}"
+            name = f"profile/{task.kind}"
             jobs.append(
                 JobSpec(
                     name,
@@ -403,48 +393,7 @@ class ProfilePass:
             if active:
                 time.sleep(self.launcher.poll_interval_s)
 
-    def measure_links(self, kinds: Sequence[DeviceKind], end: float) -> list[MeasuredLink]:
-        """Return the links between kinds, each measured by a pair of jobs, one on each kind. A link
-        that could not be measured in time is missing."""
-        links: list[MeasuredLink] = []
-        for pair in combinations(kinds, 2):
-            key = json_digest([kind_key(self.identity, kind) for kind in pair])
-            folder = self.cache_folder(key)
-            if self.options.fresh:
-                shutil.rmtree(folder, ignore_errors=True)
-            tasks = [self.link_task(pair, key, folder, rank) for rank in (0, 1)]
-            if load_trial(tasks[0].trial_path) is None and time.time() < end:
-                shutil.rmtree(folder / RENDEZVOUS_DIR, ignore_errors=True)
-                jobs: dict[str, ProfileTask] = {}
-                for kind, task in zip(pair, tasks, strict=True):
-                    jobs |= self.submit(kind, [task], RENDEZVOUS_TIMEOUT_S)
-                try:
-                    self.wait_for_jobs(jobs, time.time() + RENDEZVOUS_TIMEOUT_S)
-                except StageError as error:
-                    log.warning("no link %s: %s", " - ".join(tasks[0].kinds), error)
-            trial = load_trial(tasks[0].trial_path)
-            links += trial.links if trial is not None else ()
-        return links
-
-    def link_task(
-        self, pair: Sequence[DeviceKind], key: str, folder: Path, rank: int
-    ) -> ProfileTask:
-        """Return the task of one of the two jobs that measure a link."""
-        update = {
-            "kinds": tuple(kind.name for kind in pair),
-            "folder": folder / str(rank),
-            "cases": (),
-            "rank": rank,
-            "key": key,
-        }
-        return self.task(pair[rank], folder, 1, 1).model_copy(update=update)
-
-    def build_profile(
-        self,
-        kinds: Sequence[DeviceKind],
-        links: Sequence[MeasuredLink],
-        client: SlurmClient | None,
-    ) -> Profile:
+    def build_profile(self, kinds: Sequence[DeviceKind], client: SlurmClient | None) -> Profile:
         """Return the profile of all measurements.
 
         Raises:
@@ -480,7 +429,6 @@ class ProfilePass:
             weights_bytes=weights_bytes,
             lengths=lengths,
             kinds=kind_profiles,
-            links=tuple(links),
         )
 
     def queue_waits(self, kind: DeviceKind, client: SlurmClient) -> list[QueueWait]:

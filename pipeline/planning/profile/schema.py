@@ -20,7 +20,7 @@ from rlinf.config import RunConfig, Section, json_digest, validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
 from stages.identity import program_version
 
-SCHEMA: Literal[2] = 2
+SCHEMA: Literal[3] = 3
 """Version of the file format."""
 Seconds = Annotated[float, Field(ge=0)]
 MemoryLocation = Literal["device", "host"]
@@ -115,20 +115,6 @@ class Overhead(Measurement):
     processes: int = Field(gt=0)
 
 
-class MeasuredLink(Section):
-    """The time to transfer ``n`` bytes between two nodes: ``latency_s + n / bandwidth``."""
-
-    backend: Literal["gloo", "nccl"]
-    between: tuple[str, ...]
-    """Kinds at both ends; a single kind if both ends have the same."""
-    latency_s: Seconds
-    bandwidth_bytes_per_s: float = Field(gt=0)
-
-    def transfer_s(self, size: float) -> float:
-        """Return the seconds to transfer ``size`` bytes."""
-        return self.latency_s + size / self.bandwidth_bytes_per_s
-
-
 class QueueWait(Section):
     """The expected queue wait of a job with this many nodes."""
 
@@ -151,7 +137,6 @@ class KindProfile(Section):
     """Where memory peaks were measured; None: unknown."""
     points: tuple[ProfilePoint, ...] = Field(min_length=1)
     overheads: tuple[Overhead, ...]
-    links: tuple[MeasuredLink, ...] = ()
     waits: tuple[QueueWait, ...] = ()
 
     def overhead_s(self, name: OverheadName, processes: int) -> float:
@@ -167,11 +152,11 @@ class KindProfile(Section):
 class Profile(Section):
     """The measured costs of an experiment: times, memory and queue waits on each kind of device."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     created_at: AwareDatetime
     estimated: bool = False
     """True if nothing was measured: the numbers are derived from data sheets, by
-    :mod:`pipeline.planning.profile.data_sheet_profile`."""
+    :mod:`pipeline.planning.cost.data_sheet`."""
     identity: ProfileIdentity
     samples: int = Field(gt=0)
     """Samples of one iteration of the run: prompts times group size."""
@@ -184,8 +169,6 @@ class Profile(Section):
     subset in equal steps, with both extremes."""
     kinds: dict[str, KindProfile] = Field(min_length=1)
     """Measurements by ``partition``, or ``partition:gpu_type`` if a partition has several types."""
-    links: tuple[MeasuredLink, ...] = ()
-    """Links between kinds of different partitions."""
 
     def check_identity(self, identity: ProfileIdentity, file: str) -> None:
         """Check that this profile is valid for a run.

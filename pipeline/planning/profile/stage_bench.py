@@ -1,7 +1,7 @@
 """The measurements of a profiling job, which runs the stages of a run for several iterations.
 
 The learning rate is too small to change a weight, so all repeats and all numbers of processes do
-the same work. The link between two nodes is measured too.
+the same work.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,7 +30,7 @@ from pipeline.planning.profile.measurement import (
     Trial,
     load_trial,
 )
-from pipeline.planning.profile.schema import MeasuredLink, read_json, validate_section
+from pipeline.planning.profile.schema import read_json, validate_section
 from rlinf.artifacts import MANIFEST, Manifest, read_manifest, write_atomic
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader
@@ -60,10 +59,6 @@ MAX_LENGTH_ROLLOUTS = 4
 """Maximum number of rollouts of the full batch whose response lengths are recorded."""
 OFFLOAD_REPEATS = 3
 """Number of times that the trainer's state is offloaded and loaded again."""
-RENDEZVOUS_DIR = "rendezvous"
-"""Folder of the rendezvous file of two jobs; each pair of kinds has its own."""
-RENDEZVOUS_TIMEOUT_S = 120.0
-"""Seconds that a job waits for the job at the other end of a link."""
 
 
 def run_task(path: Path, first_line_at: float, imported_at: float) -> None:
@@ -75,17 +70,14 @@ def run_task(path: Path, first_line_at: float, imported_at: float) -> None:
         return
     world = ProcessGroupInfo.from_environment(task.folder / CHANNELS_FOLDER)
     config = load_config(task.config)
-    if task.rank is not None:
-        _measure_link_to_other_job(task, config)
-    else:
-        scratch = task.folder / f"work-{os.environ.get('RLINF_ATTEMPT', 'alone')}"
-        bench = StageBench(task, config, world, scratch, imported_at)
-        bench.record_startup(first_line_at)
-        try:
-            bench.run(time.time() + task.seconds)
-        finally:
-            if world.rank == 0:
-                shutil.rmtree(scratch, ignore_errors=True)
+    scratch = task.folder / f"work-{os.environ.get('RLINF_ATTEMPT', 'alone')}"
+    bench = StageBench(task, config, world, scratch, imported_at)
+    bench.record_startup(first_line_at)
+    try:
+        bench.run(time.time() + task.seconds)
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
     if world.rank == 0:
         write_atomic(task.folder / MANIFEST, json.dumps({"ended": time.time()}))
 
@@ -143,15 +135,13 @@ class StageBench:
         self.first_load_s = time.perf_counter() - start
 
     def run(self, deadline: float) -> None:
-        """Measure the link once, then iterations until all cases have converged or time is up.
+        """Measure iterations until all cases have converged or time is up.
 
         Every process runs at least two iterations, a cold and a warm one, even if time is up.
         """
         if self.world.rank == 0:
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.scratch.mkdir(parents=True)
-        if not self.trial.links:
-            self.measure_link()
         longest_s = 0.0
         with StopFlag() as stop, contextlib.suppress(RequeueRequested):
             while True:
@@ -268,13 +258,6 @@ class StageBench:
             lengths = tuple(sorted(int(loss_mask(each).sum()) for each in trajectories))
             self.update_trial(lengths=(*self.trial.lengths, lengths))
 
-    def measure_link(self) -> None:
-        """Measure the link to a rank on the next node, if there is one."""
-        peer = self.world.size // self.task.nodes
-        if self.task.nodes > 1 and self.world.rank in (0, peer):
-            link = measure_peer_link(self.task.kinds, self.world.rank, peer, self.device)
-            self.update_trial(links=(link,) if link is not None else ())
-
     def record_imports(self) -> None:
         """Record the time of imports. Imports on first use count too: their time is the first load
         of the weights minus the shortest later load."""
@@ -361,21 +344,6 @@ def span_seconds(manifest: Manifest) -> dict[str, float]:
     return {name: max(0.0, *ranks.values()) for name, ranks in sums.items()}
 
 
-def _measure_link_to_other_job(task: ProfileTask, config: RunConfig) -> None:
-    """Measure the link to the other job of a pair; the job with rank 0 writes its trial."""
-    assert task.rank is not None
-    device = _trainer_device(config)
-    rendezvous_file = task.folder.parent / RENDEZVOUS_DIR / "link.json"
-    ProcessGroupInfo(task.rank, 2, rendezvous_file=rendezvous_file).init_process_group(
-        device.type, RENDEZVOUS_TIMEOUT_S
-    )
-    link = measure_peer_link(task.kinds, task.rank, 1 - task.rank, device)
-    if link is not None:
-        trial = Trial(key=task.key, nodes=1, processes=1, links=(link,))
-        trial.save(task.trial_path)
-    dist.destroy_process_group()
-
-
 def _trainer_device(config: RunConfig) -> torch.device:
     return local_device(str((config.trainer.model_extra or {}).get("device", "auto")))
 
@@ -398,71 +366,3 @@ def _peak_memory_bytes() -> int:
         return int(torch.cuda.max_memory_allocated())
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(r.split()[1]) for r in status.splitlines() if r.startswith("VmHWM"))
-
-
-SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Sizes of the messages with which links are measured."""
-REPEATS = 4
-"""Number of transfers per size; the first is discarded."""
-
-
-def fit_link(
-    seconds: Sequence[Sequence[float]], sizes: Sequence[int], **fields: Any
-) -> MeasuredLink:
-    """Fit ``latency + n / bandwidth`` by least squares on relative errors.
-
-    Dividing ``t = a + b n`` by ``t`` gives ordinary least squares with equal errors (Seber and Lee
-    2003, section 3.10).
-
-    Args:
-        seconds: repeats of each size.
-    """
-    rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
-    size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
-    design = np.stack([1 / time_s, size / time_s], axis=1)
-    # Scale the columns to the same magnitude, because sizes are large numbers.
-    scale = np.linalg.norm(design, axis=0)
-    latency, slope = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)[0] / scale
-    if latency < 0:
-        latency, slope = 0.0, 1 / np.mean(size / time_s)
-    bandwidth = 1 / max(float(slope), 1e-15)
-    return MeasuredLink(latency_s=float(latency), bandwidth_bytes_per_s=bandwidth, **fields)
-
-
-def measure_peer_link(
-    between: tuple[str, ...], rank: int, other: int, device: Any
-) -> MeasuredLink | None:
-    """Measure the link between ranks 0 and ``other`` of the default process group by messages.
-
-    Both ranks must call this. It returns the link on rank 0 and None on the other.
-    """
-    import torch
-    import torch.distributed as dist
-
-    seconds: list[list[float]] = []
-    for size in SIZES_BYTES:
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        times = []
-        for _ in range(REPEATS):
-            _synchronize(device)
-            start = time.perf_counter()
-            if rank == 0:
-                dist.send(buffer, other)
-                dist.recv(buffer, other)
-            else:
-                dist.recv(buffer, 0)
-                dist.send(buffer, 0)
-            _synchronize(device)
-            times.append((time.perf_counter() - start) / 2)
-        seconds.append(times[1:])
-    if rank:
-        return None
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return fit_link(seconds, SIZES_BYTES, backend=backend, between=between)
-
-
-def _synchronize(device: Any) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)

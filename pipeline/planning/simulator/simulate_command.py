@@ -1,14 +1,11 @@
-"""The command ``rlinf simulate``: simulate a placement problem; print a table, draw a chart."""
+"""The command ``rlinf simulate``: simulate a placement problem; print a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from rich.table import Table
 
 from pipeline.console import create_console, format_duration
@@ -20,32 +17,21 @@ from pipeline.planning.planner.problem import (
     read_problem,
 )
 from pipeline.planning.planner.search import solve
-from pipeline.planning.simulator import studies
 from pipeline.planning.simulator.scenario import Scenario
 from pipeline.planning.simulator.simulation import SimulationTrace, simulate
-from pipeline.report.theme import STAGE_COLOURS, stage_colours
 from rlinf.config import validate
-from rlinf.errors import ConfigError, PlanError, did_you_mean
+from rlinf.errors import ConfigError
 from rlinf.yaml_file import read_yaml
 
 
-def load_problem(name: str, plan: Path | None) -> tuple[PlacementProblem, Placement]:
-    """Return the problem of a study or YAML file, and a placement.
-
-    The placement is that of ``plan``, else that of the file, else the best placement.
+def load_problem(path: Path, plan: Path | None) -> tuple[PlacementProblem, Placement]:
+    """Return the problem of a YAML file, and a placement: that of ``plan``, else that of the file,
+    else the best placement.
 
     Raises:
-        PlanError: the study or file does not exist, or is invalid.
+        PlanError: a file does not exist, or is invalid.
     """
-    placement = None
-    if name in studies.STUDIES:
-        problem = studies.STUDIES[name].problem
-    elif Path(name).suffix in (".yaml", ".yml"):
-        problem, placement = read_problem(Path(name))
-    else:
-        raise PlanError(
-            f"{name!r} is neither a YAML file nor a study{did_you_mean(name, studies.STUDIES)}"
-        )
+    problem, placement = read_problem(path)
     if plan is not None:
         loaded = read_plan(plan)
         occasional = loaded.flow.all_stages.keys() - loaded.flow.stages
@@ -53,37 +39,32 @@ def load_problem(name: str, plan: Path | None) -> tuple[PlacementProblem, Placem
     return problem, placement or solve(problem)[0].placement
 
 
-def load_scenario(problem_name: str, scenario: str | None) -> Scenario:
-    """Return a scenario by name (for a study) or from a file; None: no disturbances.
+def load_scenario(path: Path) -> Scenario:
+    """Read a scenario.
 
     Raises:
         ConfigError: the file is missing, not YAML, or invalid; the message names the key.
     """
-    if scenario is None:
-        return Scenario()
-    if problem_name in studies.STUDIES and scenario in studies.SCENARIOS:
-        return studies.STUDIES[problem_name].scenario(scenario)
-    path = Path(scenario)
-    if not path.exists():
-        hint = did_you_mean(scenario, studies.SCENARIOS) if problem_name in studies.STUDIES else ""
-        raise ConfigError(f"scenario: no file {path}{hint}")
     values = read_yaml(path, "scenario", ConfigError) or {}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a mapping")
-    return validate(Scenario, values, str(path))
+    try:
+        return validate(Scenario, values, "scenario")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def run_simulate(
-    problem_name: str,
+    path: Path,
     plan: Path | None,
-    scenario: str | None,
+    scenario: Path | None,
     iterations: int,
     seed: int,
-    png: Path | None,
 ) -> None:
-    """Simulate, print the table, and write the chart if requested."""
-    problem, placement = load_problem(problem_name, plan)
-    trace = simulate(problem, placement, load_scenario(problem_name, scenario), iterations, seed)
+    """Simulate, and print the table."""
+    problem, placement = load_problem(path, plan)
+    disturbances = load_scenario(scenario) if scenario else Scenario()
+    trace = simulate(problem, placement, disturbances, iterations, seed)
     console = create_console()
     header, *body = pool_table(trace)
     table = Table(*header)
@@ -92,8 +73,6 @@ def run_simulate(
     console.print(table)
     for label, value in summary(trace, seed):
         console.print(f"{label}: {value}", highlight=False)
-    if png is not None:
-        write_png(trace, png)
 
 
 def summary(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
@@ -125,62 +104,3 @@ def pool_table(trace: SimulationTrace) -> list[tuple[str, ...]]:
     for pool, (idle, down) in enumerate(shares):
         rows.append((*trace.label(pool), f"{idle:.0%}", f"{down:.0%}"))
     return rows
-
-
-OTHER_COLOURS = {
-    "switch": "#b8bfc7",
-    "sync": STAGE_COLOURS["sync"],
-    "queue": "#efe3c2",
-    "down": "#d8a0a0",
-}
-"""Colours of spans without work, by activity."""
-
-
-def gantt_chart(trace: SimulationTrace, num_iterations: int = 3) -> Figure:
-    """Draw the spans of the last ``num_iterations``, with one row per pool."""
-    pools = len(trace.placement.pools)
-    start_s = trace.iteration_starts[max(0, len(trace.iteration_starts) - 1 - num_iterations)]
-    names = [stage.name for stage in trace.problem.stages]
-    colours = {**stage_colours(names), **OTHER_COLOURS}
-    height = 0.55 * pools + 1.3
-    figure, axis = plt.subplots(figsize=(10, height))
-    drawn: set[str] = set()
-    for pool in range(pools):
-        bars: dict[str, list[tuple[float, float]]] = {}
-        for span in trace.spans:
-            if span.pool == pool and span.end > start_s:
-                name = span.stage if span.activity == "work" else span.activity
-                span_start = max(span.start, start_s)
-                bars.setdefault(name, []).append((span_start - start_s, span.end - span_start))
-        for name, spans in bars.items():
-            drawn.add(name)
-            # Weights are sent while the pool does other work.
-            y, size = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
-            edge = "white" if len(spans) <= 120 else "none"
-            axis.broken_barh(spans, (y, size), facecolors=colours[name], edgecolor=edge, lw=0.3)
-    for boundary in trace.iteration_starts:
-        if boundary >= start_s:
-            axis.axvline(boundary - start_s, color="#9aa4af", lw=0.8, ls=":")
-    axis.set_yticks(
-        range(pools), ["\n".join(trace.label(pool)) for pool in range(pools)], fontsize=8
-    )
-    axis.set(
-        xlim=(0, trace.iteration_starts[-1] - start_s),
-        ylim=(pools - 0.45, -0.55),
-        xlabel="seconds",
-    )
-    axis.grid(axis="y", visible=False)
-    shown = [name for name in colours if name in drawn]
-    handles = [Patch(color=colours[name], label=name) for name in shown]
-    axis.legend(
-        handles=handles, ncols=len(shown), loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8
-    )
-    figure.tight_layout()
-    return figure
-
-
-def write_png(trace: SimulationTrace, path: Path) -> None:
-    """Write the chart as a PNG."""
-    figure = gantt_chart(trace)
-    figure.savefig(path, format="png", dpi=110)
-    plt.close(figure)

@@ -10,39 +10,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from pipeline.planning.planner.predictor import PlacementPrediction, Predictor
 from pipeline.planning.planner.problem import GpuKind, Placement, PlacementProblem
-from pipeline.planning.simulator.scenario import (
-    LengthDistribution,
-    Scenario,
-    StragglerModel,
-    check_scenario,
-    random_generator,
-)
-from rlinf.errors import PlanError
+from pipeline.planning.simulator.scenario import LengthDistribution, Scenario, StragglerModel
+from rlinf.errors import PlanError, did_you_mean
 
 Array = np.ndarray
-Activity = Literal["work", "switch", "sync", "queue", "down"]
 MAX_OUTAGES = 1000
 """Maximum number of interruptions and renewals of a job in one iteration."""
-
-
-@dataclass(frozen=True)
-class TraceSpan:
-    """An activity or wait of a pool; times are in seconds since the submission of the first job."""
-
-    pool: int
-    stage: str
-    iteration: int
-    activity: Activity
-    """``work``; ``switch``: loading a stage; ``sync``: sending weights; ``queue``: waiting for the
-    first start of a job; ``down``: waiting for a job to start again, and repeating work."""
-    start: float
-    end: float
+SLOTS = 256
+"""Number of samples that a worker runs at the same time; others wait for a slot."""
+FIXED_SHARE = 0.5
+"""Share of the time of a decoding step with full slots that does not depend on the number of
+samples: reading the weights, launching kernels (assumed)."""
+PURPOSES = ("lengths", "stragglers", "losses")
+"""Purposes of random numbers; each purpose has random generators of its own."""
 
 
 @dataclass
@@ -54,14 +39,14 @@ class SimulationTrace:
     predicted_s: float
     """Seconds of an iteration without disturbances."""
     iteration_starts: list[float] = field(default_factory=list)
-    """Start of each iteration, then the end of the last iteration; times as in ``TraceSpan``."""
+    """Start of each iteration, then the end of the last iteration, in seconds since the submission
+    of the first job."""
     busy_s: Array = field(default_factory=lambda: np.zeros(0))
     """Seconds of work of each pool, ``[pools]``."""
     down_s: Array = field(default_factory=lambda: np.zeros(0))
     """Seconds after its first start in which each pool had no job, ``[pools]``."""
     started_at: Array = field(default_factory=lambda: np.zeros(0))
     """First start of each pool's jobs, ``[pools]``."""
-    spans: list[TraceSpan] = field(default_factory=list)
     interruptions: int = 0
     """Number of preemptions and failures of jobs."""
     renewals: int = 0
@@ -131,7 +116,6 @@ def simulate(
     """
     scenario = scenario or Scenario()
     names = [stage.name for stage in problem.stages]
-    check_scenario(scenario, names, [kind.name for kind in problem.kinds])
     _check_placement(problem, placement)
     predictor = Predictor(problem)
     nominal = predictor.predict(placement)
@@ -139,13 +123,16 @@ def simulate(
         raise PlanError("placement: a stage cannot run on its pool, or the GPUs cannot be a job")
     factors = np.ones((len(names), len(problem.kinds), iterations))
     if scenario.lengths is not None:
-        s = names.index(scenario.lengths.stage)
+        name = scenario.lengths.stage
+        if name not in names:
+            raise PlanError(f"lengths.stage: no stage {name!r}{did_you_mean(name, names)}")
+        s = names.index(name)
         num_gpus = sum(placement.gpus_of(s))
         factors[s] *= _length_factors(scenario.lengths, num_gpus, iterations, seed)
     if scenario.stragglers is not None:
-        for s, name in enumerate(names):
+        for s, stage in enumerate(problem.stages):
             factors[s] *= _straggler_factors(
-                scenario.stragglers, placement, nominal, s, name, iterations, seed
+                scenario.stragglers, placement, nominal, s, not stage.after, iterations, seed
             )
     jobs = [
         _Job(p, kind, n, scenario, random_generator(seed, "losses", p, k))
@@ -165,23 +152,19 @@ class _Job:
     ) -> None:
         self.pool, self._scenario, self._rng = pool, scenario, rng
         self._expected_wait_s = float(kind.queue_wait_s(np.array(gpus)))
-        losses, walltime = scenario.losses, scenario.walltime
-        per_hour = losses.per_hour.get(kind.name, kind.interruptions_per_hour) if losses else 0.0
+        per_hour = kind.interruptions_per_hour if scenario.losses else 0.0
         self._mean_uptime_s = 3600 / per_hour if per_hour else math.inf
-        self._lease_s = walltime.limit_s - scenario.startup_s if walltime else math.inf
+        self._lease_s = (scenario.walltime_s or math.inf) - scenario.startup_s
         if self._lease_s <= 0:
-            raise PlanError("walltime.limit_s: jobs end before startup_s; use longer jobs")
+            raise PlanError("walltime_s: jobs end before startup_s; use longer jobs")
         self._lease_left_s = self._lease_s
         self.ready_at = self._draw_start_s()
         """Time from which the first job works."""
 
     def _draw_start_s(self) -> float:
         """Draw the seconds from the submission of a job to its first work."""
-        queue, wait_s = self._scenario.queue, 0.0
-        if queue is not None:
-            wait_s = self._expected_wait_s
-            if queue.spread == "exponential" and wait_s:
-                wait_s = float(self._rng.exponential(wait_s))
+        has_wait = self._scenario.queue and self._expected_wait_s > 0
+        wait_s = float(self._rng.exponential(self._expected_wait_s)) if has_wait else 0.0
         return wait_s + self._scenario.startup_s
 
     def next_outage(self, progress_s: float, end_s: float) -> tuple[float, float, bool] | None:
@@ -190,21 +173,15 @@ class _Job:
         Returns:
             When it happens, the seconds without a job, and whether work is lost; None: no outage.
         """
-        loss_s = progress_s + (
-            float(self._rng.exponential(self._mean_uptime_s))
-            if math.isfinite(self._mean_uptime_s)
-            else math.inf
-        )
+        has_losses = math.isfinite(self._mean_uptime_s)
+        uptime_s = float(self._rng.exponential(self._mean_uptime_s)) if has_losses else math.inf
+        loss_s = progress_s + uptime_s
         expiry_s = progress_s + self._lease_left_s
         if min(loss_s, expiry_s) >= end_s:
             self._lease_left_s -= end_s - progress_s
             return None
         self._lease_left_s = self._lease_s
-        if loss_s < expiry_s:
-            return loss_s, self._draw_start_s(), True
-        walltime = self._scenario.walltime
-        assert walltime is not None
-        return expiry_s, max(0.0, self._draw_start_s() - walltime.lead_s), False
+        return min(loss_s, expiry_s), self._draw_start_s(), loss_s < expiry_s
 
 
 class _Simulation:
@@ -228,20 +205,20 @@ class _Simulation:
         ready = [max(job.ready_at for job in self.jobs if job.pool == p) for p in pools]
         trace.started_at = np.array(ready) - self.scenario.startup_s
         trace.busy_s, trace.down_s = np.zeros(len(ready)), np.zeros(len(ready))
-        trace.spans = [TraceSpan(p, "", 0, "queue", 0.0, ready[p]) for p in pools if ready[p]]
         now = max(ready)
         calm = self._predict(self.factors, None)
         for i in range(self.factors.shape[-1]):
             trace.iteration_starts.append(now)
             prediction = PlacementPrediction(*(value[..., i] for value in vars(calm).values()))
-            delays_s, extra_s = self._delays(prediction, i, now, trace)
+            delays_s = self._delays(prediction, trace)
             if delays_s.any():
                 delayed = self._predict(self.factors[..., i : i + 1], delays_s[:, None])
                 prediction = PlacementPrediction(
                     *(value[..., 0] for value in vars(delayed).values())
                 )
-            self._record(prediction, i, now, trace)
-            now += float(prediction.total_s) + extra_s
+            for p, stages in enumerate(self.placement.pools):
+                trace.busy_s[p] += float(prediction.busy_s[list(stages)].sum())
+            now += float(prediction.total_s)
         trace.iteration_starts.append(now)
         return trace
 
@@ -256,16 +233,10 @@ class _Simulation:
             delays_s=delays_s,
         )
 
-    def _delays(
-        self, calm: PlacementPrediction, i: int, now: float, trace: SimulationTrace
-    ) -> tuple[Array, float]:
-        """Draw the outages of an iteration.
-
-        Returns:
-            Seconds by which each stage is delayed ``[stages]``, and seconds that all pools lose.
-        """
-        delays_s, all_pools_s = np.zeros(len(self.names)), 0.0
-        duration_s, losses = float(calm.total_s), self.scenario.losses
+    def _delays(self, calm: PlacementPrediction, trace: SimulationTrace) -> Array:
+        """Draw the outages of an iteration, and return the seconds by which they delay each stage,
+        ``[stages]``."""
+        delays_s, duration_s = np.zeros(len(self.names)), float(calm.total_s)
         for job in self.jobs:
             progress_s = 0.0
             for _ in range(MAX_OUTAGES):
@@ -274,25 +245,17 @@ class _Simulation:
                     break
                 at, down_s, is_loss = outage
                 stage, delay_s, redone_s = self._delay(calm, job.pool, at, down_s)
-                progress_s = at
-                if not is_loss:
-                    trace.renewals += 1
-                    delays_s[stage] += delay_s
-                elif losses is not None and losses.redo == "iteration":
-                    trace.interruptions += 1
-                    all_pools_s, progress_s = all_pools_s + down_s + at, 0.0
-                else:
-                    trace.interruptions += 1
-                    delays_s[stage] += delay_s + redone_s
-                    progress_s = at - redone_s
+                progress_s = at - redone_s if is_loss else at
+                delays_s[stage] += delay_s + (redone_s if is_loss else 0.0)
+                trace.interruptions += is_loss
+                trace.renewals += not is_loss
                 trace.down_s[job.pool] += down_s
-                trace.spans.append(TraceSpan(job.pool, "", i, "down", now + at, now + at + down_s))
             else:
                 raise PlanError(
                     f"jobs of pool {job.pool + 1} end {MAX_OUTAGES} times during an iteration of "
-                    f"{duration_s:.3g} s; lower losses.per_hour, or use longer jobs"
+                    f"{duration_s:.3g} s; lower interruptions_per_hour, or use longer jobs"
                 )
-        return delays_s, all_pools_s
+        return delays_s
 
     def _delay(
         self, calm: PlacementPrediction, pool: int, at: float, down_s: float
@@ -309,32 +272,15 @@ class _Simulation:
         # After its last stage: only a long outage delays the next iteration.
         return s, max(0.0, at + down_s - float(calm.total_s)), 0.0
 
-    def _record(
-        self, prediction: PlacementPrediction, i: int, now: float, trace: SimulationTrace
-    ) -> None:
-        for p, stages in enumerate(self.placement.pools):
-            gpus = np.array(self.placement.gpus[p])[:, None]
-            for s in stages:
-                start, finish = (float(v[s]) for v in (prediction.start_s, prediction.finish_s))
-                name = self.names[s]
-                trace.busy_s[p] += float(prediction.busy_s[s])
-                trace.spans.append(TraceSpan(p, name, i, "work", now + start, now + finish))
-                if len(stages) > 1 and (switch_s := float(self.predictor.switch_time(s, gpus)[0])):
-                    trace.spans.append(
-                        TraceSpan(p, name, i, "switch", now + start - switch_s, now + start)
-                    )
-        if (edge := self.predictor.sync_edge) is not None and float(prediction.sync_s):
-            pool = next(p for p, stages in enumerate(self.placement.pools) if edge[0] in stages)
-            trained = now + float(prediction.finish_s[edge[0]])
-            end = trained + float(prediction.sync_s)
-            trace.spans.append(TraceSpan(pool, self.names[edge[0]], i, "sync", trained, end))
+
+def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
+    """Return an independent random generator for a purpose and for the object with the indices
+    ``ids``, such as a pool."""
+    return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))
 
 
 def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> Array:
     """Return random lengths ``[count]``, float64, with an expected value of 1."""
-    if lengths.empirical:
-        measured = np.asarray(lengths.empirical, dtype=np.float64)
-        return rng.choice(measured, count) / measured.mean()
     if not lengths.sigma:
         return np.ones(count)
     # The mean of min(exp(mu + sigma z), longest) grows with mu, so bisection finds mean 1.
@@ -372,21 +318,15 @@ def completion_s(lengths: Array, slots: int, fixed: float, per_sample: float) ->
 
 def _length_factors(lengths: LengthDistribution, gpus: int, iterations: int, seed: int) -> Array:
     """Return the factors of the stage's time ``[iterations]`` that unequal lengths cause."""
-    workers = min(gpus // lengths.gpus_per_worker, lengths.samples)
-    if not workers:
-        raise PlanError(
-            f"lengths.gpus_per_worker: a worker has {lengths.gpus_per_worker} GPUs, the pool {gpus}"
-        )
-    step = lengths.slots, lengths.fixed_share, (1 - lengths.fixed_share) / lengths.slots
+    workers = min(gpus, lengths.samples)
+    step = SLOTS, FIXED_SHARE, (1 - FIXED_SHARE) / SLOTS
     per_worker = -(-lengths.samples // workers)
     durations = []
     for i in range(iterations):
-        drawn = relative_lengths(
-            lengths, workers * per_worker, random_generator(seed, "lengths", i)
-        )
+        rng = random_generator(seed, "lengths", i)
+        drawn = relative_lengths(lengths, workers * per_worker, rng)
         durations.append(completion_s(drawn.reshape(workers, per_worker), *step).max())
-    equal_s = completion_s(np.ones((1, per_worker)), *step)[0]
-    return np.array(durations) / (np.mean(durations) if lengths.profiled else equal_s)
+    return np.array(durations) / np.mean(durations)
 
 
 def _straggler_factors(
@@ -394,7 +334,7 @@ def _straggler_factors(
     placement: Placement,
     nominal: PlacementPrediction,
     stage: int,
-    name: str,
+    is_balanced: bool,
     iterations: int,
     seed: int,
 ) -> Array:
@@ -415,7 +355,7 @@ def _straggler_factors(
             for a in start
         ]
     )
-    if name in model.balanced:
+    if is_balanced:
         return np.asarray(1 / (1 - np.minimum(1, slow_s / seconds / gpus) * (1 - 1 / model.factor)))
     return np.asarray(1 + np.minimum(1, slow_s / seconds) * (model.factor - 1))
 

@@ -11,7 +11,7 @@ import pytest
 
 import pipeline.commands.status
 from pipeline.commands.status import CachedQueueClient, read_status
-from pipeline.pools.rollout_scheduler import WORK_LOG
+from pipeline.pools.work_log import WORK_LOG
 from rlinf.artifacts import MANIFEST, read_manifest
 from slurm.client import SlurmClient
 from stages.layout import POOLS_FOLDER

@@ -1,55 +1,175 @@
-"""What a pool remembers of its leases."""
+"""Jobs of pools are renewed, replaced and given up, by a launcher whose jobs run as a test says."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from pipeline.graph import StageNode
-from pipeline.pools.leases import Lease, PoolState
-from rlinf.errors import PlanError
+from launchers.launcher import JobSpec, Launcher
+from pipeline.commands.experiment import validate_experiment
+from pipeline.pools import leases
+from pipeline.pools.leases import Lease, LeaseManager, pool_states
+from pipeline.resources import ClusterConfig
+from pipeline.run import Run
+from rlinf.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, InputError, PlanError, StageError
+from slurm.jobs import JobState, JobStatus
 from stages.timeout_retries import MAX_TIMEOUTS
 
-
-def lease(number: int, left_s: float = 5.0, began_s: float = 600.0) -> Lease:
-    member = Lease(f"pool-0-{number}", str(number), 2, started_at=time.time() - began_s)
-    for rank in range(2):
-        member.add_worker({"rank": rank, "ends": time.time() + left_s + rank})
-    member.worker_info.clear()  # its workers have left
-    return member
-
-
-def test_work_that_is_longer_than_a_lease_is_given_up() -> None:
-    pool = PoolState(0, ("rollout",), ())
-    train = StageNode("train", 3)
-    for number in range(MAX_TIMEOUTS - 1):
-        member = lease(number)
-        member.assigned.add(train)
-        pool.check_lease_length(member)
-    one = lease(MAX_TIMEOUTS)
-    one.assigned.add(train)
-    with pytest.raises(PlanError, match=r"pools\[0\].*before they finished train.*time_limit_min"):
-        pool.check_lease_length(one)
+TWO = {
+    "pools": [
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
+    ]
+}
+ELASTIC = {"pools": [{**TWO["pools"][0], "workers": 2}, TWO["pools"][1]]}
+RUNNING = JobStatus(JobState.RUNNING)
 
 
-def test_so_is_a_policy_apart_whose_leases_are_shorter_than_what_it_answers() -> None:
-    pool = PoolState(1, ("rollout.generate",), ())
-    members = [lease(number) for number in range(MAX_TIMEOUTS)]
-    for member in members:
-        member.served.add(StageNode("rollout", 3))
-    for member in members[:-1]:
-        pool.check_lease_length(member)
-    with pytest.raises(PlanError, match=r"pools\[1\].* finished rollout\.generate, which"):
-        pool.check_lease_length(members[-1])
+class Jobs:
+    """A launcher and the manager of its jobs."""
+
+    def __init__(self, values: dict[str, Any], folder: Path, plan: dict[str, Any] = TWO) -> None:
+        config, checked_plan = validate_experiment(values | {"plan": plan})
+        self.submitted: list[str] = []
+        """Names of the jobs, which are their ids too."""
+        self.states: dict[str, JobStatus] = {}
+        self.cancelled: list[str] = []
+        self.busy: set[Lease] = set()
+        self.lost: list[str] = []
+        self.dismissed: list[str] = []
+        launcher = SimpleNamespace(
+            submit=self.submit,
+            submit_hetjob=lambda jobs: [self.submit(job) for job in jobs],
+            poll=lambda ids: {job: self.states.get(job, RUNNING) for job in ids},
+            cancel=self.cancelled.extend,
+            cancel_for_outputs=lambda folders: None,
+        )
+        self.pools = pool_states(checked_plan)
+        self.manager = LeaseManager(
+            Run(folder, config),
+            checked_plan,
+            ClusterConfig(launcher="local", max_retries=1),
+            cast(Launcher, launcher),
+            self.pools,
+            self.busy.__contains__,
+            lambda worker, order: self.dismissed.append(worker),
+            lambda lease, reason: self.lost.append(lease.name),
+        )
+
+    def submit(self, job: JobSpec) -> str:
+        self.submitted.append(job.name.removeprefix("pool/"))
+        return self.submitted[-1]
+
+    def connect(self, number: int, left_s: float | None = None) -> Lease:
+        """All workers of the newest lease of a pool connect; it ends in ``left_s`` seconds."""
+        lease = self.pools[number].leases[-1]
+        lease.started_at = time.time() - 600.0
+        ends = None if left_s is None else time.time() + left_s
+        assert self.manager.on_joined(lease.primary_worker, {"rank": 0, "ends": ends}) is lease
+        return lease
 
 
-def test_only_leases_without_any_finished_work_count_as_failed() -> None:
-    pool = PoolState(0, ("rollout",), ())
-    for number in range(3 * MAX_TIMEOUTS):
-        member = lease(number, left_s=400.0 if number % 3 == 0 else 5.0)
-        if number % 3 != 1:
-            member.assigned.add(StageNode("train", 3))
-        member.num_finished = int(number % 3 == 2)
-        pool.check_lease_length(member)
-    assert pool.unproductive_leases == 0
+@pytest.fixture
+def jobs(compose: Callable[..., dict[str, Any]], tmp_path: Path) -> Jobs:
+    made = Jobs(compose("cluster=local"), tmp_path)
+    made.manager.start(0)
+    return made
+
+
+def test_a_lease_that_ends_soon_gets_a_successor_and_leaves_when_idle(jobs: Jobs) -> None:
+    old = jobs.connect(0, left_s=5.0)
+    jobs.busy.add(old)
+    jobs.manager.renew()
+    assert jobs.submitted == ["pool-0-0", "pool-1-0", "pool-0-1"]
+    new = jobs.connect(0, left_s=600.0)
+    jobs.manager.renew()
+    assert jobs.pools[0].active_lease is new
+    assert not jobs.dismissed, "it still has work"
+    jobs.busy.clear()
+    jobs.manager.renew()
+    assert jobs.dismissed == old.workers()
+    assert jobs.submitted[3:] == []
+
+
+def test_a_lost_lease_is_replaced_after_its_last_writes(jobs: Jobs) -> None:
+    lease = jobs.connect(0)
+    jobs.manager.on_worker_lost(lease.primary_worker, "silent")
+    assert jobs.lost == ["pool-0-0"]
+    assert jobs.manager.cancel_abandoned() == lease.workers(), "nobody is there who could write"
+    assert jobs.cancelled == ["pool-0-0"]
+    lease = jobs.connect(1)
+    jobs.manager.abandon(lease, "one rank failed", count_failure=False)
+    assert jobs.manager.cancel_abandoned() == []
+    assert jobs.pools[1].active_lease is None
+    jobs.manager.on_worker_left(lease.primary_worker)
+    assert jobs.manager.cancel_abandoned() == lease.workers()
+    assert jobs.manager.on_joined(lease.primary_worker, {"rank": 0}) is None
+    jobs.manager.renew()
+    assert jobs.submitted[2:] == ["pool-1-1"], "the failure of the other one costs a pause"
+
+
+def test_a_pool_that_fails_without_any_finished_work_stops_the_run(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "MIN_PAUSE_S", 0.0)
+    jobs.manager.count_finished(jobs.pools[0].leases[0])
+    for number in range(3):
+        jobs.states[f"pool-0-{number}"] = JobStatus(JobState.FAILED, 1, "NonZeroExit")
+        if number < 2:
+            jobs.manager.poll_jobs()
+            jobs.manager.renew()
+    with pytest.raises(StageError, match=r"pool 0 failed 2 times: job pool-0-2 failed"):
+        jobs.manager.poll_jobs()
+
+
+def test_bad_input_is_not_tried_again(jobs: Jobs) -> None:
+    jobs.states["pool-0-0"] = JobStatus(JobState.FAILED, EXIT_BAD_INPUT, "no such file")
+    with pytest.raises(InputError, match="pool 0: no such file"):
+        jobs.manager.poll_jobs()
+
+
+def test_generators_come_and_go(compose: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    jobs = Jobs(compose("cluster=local"), tmp_path, ELASTIC)
+    jobs.manager.start(2)
+    assert sorted(jobs.submitted) == ["pool-0w0-0", "pool-0w1-0", "pool-1-0"]
+    second = jobs.connect(2)
+    jobs.busy.add(second)
+    jobs.manager.scale(1)
+    jobs.manager.renew()
+    assert not jobs.dismissed, "it still has work"
+    jobs.busy.clear()
+    jobs.manager.renew()
+    assert jobs.dismissed == second.workers()
+    jobs.states[second.job] = JobStatus(JobState.DONE, 0)
+    jobs.manager.poll_jobs()
+    jobs.manager.cancel_abandoned()
+    jobs.manager.renew()
+    assert [pool.name for pool in jobs.pools] == ["0w0", "1"]
+
+
+@pytest.mark.parametrize("stage", ["rollout", "rollout.generate"])
+def test_work_that_is_longer_than_a_lease_is_given_up(jobs: Jobs, stage: str) -> None:
+    def end(left_s: float, *, finished: bool = False) -> None:
+        """A lease ends with work: its workers leave, and Slurm stops its job."""
+        lease = jobs.connect(0, left_s)
+        lease.stages.add(stage)
+        lease.num_finished = int(finished)
+        jobs.manager.on_worker_left(lease.primary_worker)
+        jobs.states[lease.job] = JobStatus(JobState.PREEMPTED, EXIT_REQUEUE)
+        jobs.manager.poll_jobs()
+        jobs.manager.renew()
+
+    for _ in range(2):
+        for _ in range(MAX_TIMEOUTS - 1):
+            end(5.0)
+        end(5.0, finished=True)
+        end(400.0)  # preempted long before its end
+    for _ in range(MAX_TIMEOUTS - 1):
+        end(5.0)
+    with pytest.raises(PlanError, match=rf"pools\[0\].*before they finished {stage}, which"):
+        end(5.0)

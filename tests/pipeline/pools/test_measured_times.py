@@ -16,9 +16,10 @@ from pipeline.commands.experiment import compose as hydra_compose
 from pipeline.commands.experiment import run_experiment
 from pipeline.metrics import stage_manifest
 from pipeline.plan import Plan, PlanningSources
-from pipeline.planning.planner.plan_command import build_request, propose_plan, run_replan
+from pipeline.planning.planner.plan_command import build_request, run_replan
+from pipeline.planning.planner.planner import propose_plan
 from pipeline.pools.measured_times import compare_with_forecast, measure_times
-from pipeline.pools.rollout_scheduler import WORK_LOG
+from pipeline.pools.work_log import WORK_LOG
 from pipeline.report import write_report
 from pipeline.run import Run
 from rlinf.errors import PlanError

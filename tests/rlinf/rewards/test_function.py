@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline.commands.experiment import run_experiment
+from pipeline.validate_config import load_components
 from rlinf.artifacts import read_manifest
-from rlinf.config import validate
+from rlinf.config import RunConfig, validate
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, InputError, UserCodeError
@@ -44,7 +45,6 @@ def trajectories() -> list[Trajectory]:
 def totals(*names: str, **options: Any) -> list[float | None]:
     functions = [f"{OWN}:{name}" for name in names]
     config = validate(FunctionRewardConfig, {"function": functions, **options}, "reward")
-    FunctionReward.check(config)
     results = FunctionReward(config, RewardResources()).compute_results(trajectories(), [])
     return [float(np.sum(result.reward)) if result.valid else None for result in results]
 
@@ -97,10 +97,13 @@ def test_a_wrong_result_names_function_and_sample(name: str, message: str) -> No
         ("rlinf.rewards.task_rewards:ScoreReward", "set reward.name=rlinf.rewards"),
     ],
 )
-def test_what_is_no_function_is_refused_before_the_run(function: str, message: str) -> None:
-    config = validate(FunctionRewardConfig, {"function": function}, "reward")
+def test_what_is_no_function_is_refused_before_the_run(
+    compose: Callable[..., dict[str, Any]], function: str, message: str
+) -> None:
+    values = compose("reward=function", f"reward.function={function}")
+    run = load_components(validate(RunConfig, values))
     with pytest.raises(ConfigError, match=f"reward.function: .*{message}"):
-        FunctionReward.check(config)
+        FunctionReward.check(run.options["reward"], run)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -135,7 +138,6 @@ def test_a_run_learns_from_a_function_and_an_error_in_it_ends_the_run_once(
 def test_an_edited_function_is_another_result(
     compose: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlinf.config import RunConfig
     from stages.identity import CodeSnapshot
 
     (tmp_path / "edited_reward.py").write_text("def one(completion):\n    return 1.0\n")

@@ -27,7 +27,7 @@ from stages.context import StageContext
 from stages.layout import CONFIG_FILE, work_item_channel
 from stages.worker import messages
 from stages.worker.main import CHANNELS_FOLDER, PoolWorker
-from stages.worker.messages import StageEnded, StageOrder, read_report
+from stages.worker.messages import StageOrder, WorkItemEnded, read_report
 from stages.worker.policy_client import PolicyClient
 from stages.worker.record_transfer import SOCKET
 from tests.conftest import QUIET, TINY
@@ -56,7 +56,7 @@ class Bench:
         self.worker = PoolWorker(run, config, "pool-0-1", self.stop, uncast=False, deltas=False)
         self._thread = threading.Thread(target=self.worker.serve, args=(600.0,), daemon=True)
         self._thread.start()
-        self.reports: dict[str, StageEnded] = {}
+        self.reports: dict[str, WorkItemEnded] = {}
 
     def order(self, *orders: StageOrder) -> None:
         self.controller.send_order(NAME, messages.RunStages(stages=orders).to_dict())
@@ -71,14 +71,14 @@ class Bench:
         )
         self.controller.send_order(NAME, order.to_dict())
 
-    def ended(self, node: str, timeout_s: float = 20.0) -> StageEnded:
+    def ended(self, node: str, timeout_s: float = 20.0) -> WorkItemEnded:
         """What the worker said of a stage in the end."""
         deadline = time.monotonic() + timeout_s
         while node not in self.reports and time.monotonic() < deadline:
             for event in self.controller.poll_events(0.1):
                 report = read_report(event.content) if isinstance(event, PeerReport) else None
-                if isinstance(report, StageEnded):
-                    self.reports[report.node] = report
+                if isinstance(report, WorkItemEnded):
+                    self.reports[report.work_item] = report
         report = self.reports[node]
         assert not report.exit_code, report.reason
         return report

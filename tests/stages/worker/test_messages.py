@@ -40,16 +40,20 @@ ORDERS = [
         starts=(0, 5),
         partial=BEGUN,
     ),
-    messages.ReassignWork(work_item="b", successor="w"),
+    messages.ReassignWork(work_item="b"),
     messages.CancelWork(),
     messages.ShutDown(commit_timeout_s=3.0),
 ]
 REPORTS = [
-    messages.StageEnded(node="train/3", exit_code=1, reason="why"),
     messages.CollectedPrompts(node="rollout/3", starts=(1, 2)),
     messages.WeightsAvailable(output="o", attempt="a", iteration=3),
     messages.WorkItemEnded(
-        work_item="b", host="h", spans=(("generate", 0.0, 1.5),), unfinished_starts=(5,)
+        work_item="b",
+        exit_code=1,
+        reason="why",
+        host="h",
+        spans=(("generate", 0.0, 1.5),),
+        unfinished_starts=(5,),
     ),
 ]
 

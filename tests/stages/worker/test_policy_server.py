@@ -96,22 +96,13 @@ class Sides:
             output="it/0003/rollout",
             attempt="first",
             ranks=(0,),
-            inputs={},
+            inputs={"weights": ("it/0002/sync", False)},
             policy_workers=("policy-r0",),
         )
 
     def answer(self, *askers: str, attempt: str = "first") -> None:
-        order = ServePolicy(
-            node="rollout/3",
-            stage="rollout",
-            iteration=3,
-            position=PLACE,
-            output="it/0003/rollout",
-            attempt=attempt,
-            weights=("it/0002/sync", False),
-            clients=askers,
-        )
-        self.server.serve(order)
+        stage = self.order.model_copy(update={"attempt": attempt})
+        self.server.serve(ServePolicy(stage=stage, has_live_weights=False, clients=askers))
 
     def simulators(
         self,
@@ -143,7 +134,7 @@ class Simulators(threading.Thread):
         super().__init__(daemon=True)
         self.askers, self.turns, self.steps = askers, turns, steps
         self.order = sides.order.model_copy(update={"attempt": attempt})
-        self.askers.update_order(self.order)
+        self.askers.add(self.order, 0)
         self.spans: list[dict[str, Any]] = []
         self.made: list[Record] = []
         self.weights = StageInput(sides.run / "it/0002/sync")
@@ -158,7 +149,7 @@ class Simulators(threading.Thread):
         ctx.waiting = lambda _: turn.released()
         try:
             with turn, self.askers.client_scope("rollout/3"):
-                asks = cast(PolicyClient, self.askers.create_client(self.order, 0))
+                asks = cast(PolicyClient, self.askers.get("rollout/3"))
                 episodes = cast(RolloutRequest, None)
                 self.made = list(asks.rollout_iter(ctx, cast(Environment, self.steps), episodes))
         except RlinfError as error:

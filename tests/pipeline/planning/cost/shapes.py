@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from pipeline.planning.cost.data_sheet import (
-    GenerationWorkload,
-    GpuDevice,
-    InferenceWorkload,
-    TrainingWorkload,
-    device_from_data_sheet,
-)
+from pipeline.planning.cost.data_sheet import device_from_data_sheet
 from pipeline.planning.cost.model_shape import ModelShape
-from pipeline.planning.cost.rates import RateTable, data_sheet_rates
 
 LLAMA_2_7B = ModelShape(32, 4096, 32, 32, 128, 11008, 32000)
 LLAMA_2_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 32000)
@@ -42,32 +33,3 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelShape:
         out_bias=True,
         mlp_bias=True,
     )
-
-
-def tiny_device(memory_gib: float) -> GpuDevice:
-    """A PCIe GPU with as much memory as wanted."""
-    return device_from_data_sheet("a40", memory_gib=memory_gib)
-
-
-KINDS = (
-    "a100-80gb-sxm",
-    "a100-40gb",
-    "h100-sxm",
-    "h100-pcie",
-    "h200-sxm",
-    "l40s",
-    "a40",
-    "v100-32gb",
-)
-
-
-def many_tables(shape: ModelShape) -> list[RateTable]:
-    """Rates of five stages of an iteration on 4,096 GPUs of each of eight kinds."""
-    lengths = np.random.default_rng(0).lognormal(7, 0.8, 4000).clip(1, 8192)
-    works = [GenerationWorkload(lengths, 8192, 512, 16), *[InferenceWorkload(8192, 2000, 8704)] * 3]
-    works.append(TrainingWorkload(1024, 2000, 8704, steps=8))
-    return [
-        data_sheet_rates(shape, work, device_from_data_sheet(kind), 4096)
-        for kind in KINDS
-        for work in works
-    ]

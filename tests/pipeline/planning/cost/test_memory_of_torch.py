@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.planning.cost.data_sheet import CandidateLayout, TrainingWorkload, stage_memory
+from pipeline.planning.cost.data_sheet import TRAINER_STATE, TrainingWorkload
 from pipeline.planning.cost.model_shape import from_hf_config
-from pipeline.planning.profile.data_sheet_profile import TRAINER_STATE
 
 PROCESSES, TOKENS = 4, 128
 CASES = {
@@ -104,14 +103,14 @@ def test_a_sharded_step_takes_what_is_planned(folder: Path, case: str) -> None:
     found = counted(folder)[list(CASES).index(case)]
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     shape = from_hf_config({**config, "dtype": dtype})
-    layout = CandidateLayout(
-        dp=PROCESSES, micro_batch=rows, recompute="full" if recompute else "selective"
+    work = TrainingWorkload(
+        rows * PROCESSES,
+        TOKENS,
+        micro_batch=rows,
+        recompute="full" if recompute else "selective",
     )
-    work = TrainingWorkload(rows * PROCESSES, TOKENS, zero=3, state=TRAINER_STATE)
-    planned = stage_memory(shape, layout, work)
-    assert float(planned.total) == pytest.approx(found["Total"], rel=0.2)
+    assert work.memory_bytes(shape, PROCESSES) == pytest.approx(found["Total"], rel=0.2)
     weights = TRAINER_STATE.weights * shape.parameters / PROCESSES
     moments = TRAINER_STATE.optimizer * shape.parameters / PROCESSES
     assert found["Sharded Param"] == pytest.approx(weights, rel=0.02)
     assert found["OptState"] == pytest.approx(moments, rel=0.02)
-    assert float(planned.optimizer) == pytest.approx(moments)

@@ -103,7 +103,7 @@ def kind_profile(kind: str, wait_s: float = 0.0) -> KindProfile:
 def profile(config: RunConfig, *kinds: str, **waits: float) -> Profile:
     """Measurements of some kinds; all by default."""
     return Profile(
-        schema_version=2,
+        schema_version=3,
         created_at=TAKEN,
         identity=ProfileIdentity.of(config),
         samples=32,

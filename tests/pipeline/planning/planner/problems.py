@@ -35,7 +35,7 @@ def random_problem(
             f"kind{i}",
             size,
             price=float(rng.uniform(0.5, 4)),
-            wait_s=float(rng.choice([0, 60, 900])),
+            waits_s=((1, float(rng.choice([0, 60, 900]))),),
             interruptions_per_hour=float(rng.choice([0, 0.1, 1.0])),
         )
         for i, size in enumerate(sizes)
@@ -145,9 +145,11 @@ def exhaustive(problem: PlacementProblem, objective: Objective) -> float:
         divisions = np.array(list(itertools.product(*per_kind)))
         gpus = [divisions[:, :, p].T for p in range(len(pools))]
         for chunks in problem.chunks if len(pools) > 1 else (1,):
-            total = predictor.predict_batch(pools, gpus, chunks).total_s
+            found = predictor.predict_batch(pools, gpus, chunks)
+            total, busy = found.total_s, found.busy_s
             runs = np.isfinite(total)
             if runs.any():
                 held = [pool[:, runs] for pool in gpus]
-                least = min(least, float(objective.cost(problem, total[runs], held).min()))
+                costs = objective.cost(problem, total[runs], busy[:, runs], held)
+                least = min(least, float(costs.min()))
     return least

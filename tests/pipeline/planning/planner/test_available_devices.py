@@ -17,14 +17,11 @@ from pipeline.planning.planner.available_devices import (
     select_devices,
     with_counts,
 )
-from pipeline.planning.planner.job_planner import choose_assignments
-from pipeline.planning.planner.plan_command import (
-    assess_plan,
-    build_request,
-    propose_plan,
-    run_plan,
-)
-from pipeline.planning.planner.problem import IterationTime
+from pipeline.planning.planner.build_problem import build_problem
+from pipeline.planning.planner.plan_command import build_request, run_plan
+from pipeline.planning.planner.planner import assess_plan, propose_plan
+from pipeline.planning.planner.predictor import Predictor
+from pipeline.planning.planner.problem import Placement
 from pipeline.planning.planner.request import PlanRequest
 from pipeline.resources import ClusterConfig
 from rlinf.config import RunConfig
@@ -34,6 +31,7 @@ from slurm.records import AccountingLimits, Association, QosLimits
 from slurm.site import PartitionSettings, SiteConfig, load_site
 from tests.pipeline.planning.planner import clusters
 from tests.pipeline.planning.planner.test_overlap import EXECUTIONS, Execution, config
+from tests.pipeline.planning.planner.test_propose import side_by_side
 
 __all__ = ["config"]
 ME = Association(cluster="c", account="me", qos=("small",))
@@ -255,20 +253,16 @@ def test_a_worse_name_of_nodes_is_used_where_the_better_one_allows_less(config: 
 def test_what_a_user_may_have_of_one_name_is_no_limit_of_the_other(config: RunConfig) -> None:
     profile = clusters.profile(config, "h100")
     found, _ = select_devices(with_spot(), SiteConfig(), profile)
-    options = PlanRequest(config, profile, found).stage_options()
+    problem = side_by_side(PlanRequest(config, profile, found), "inference", "train")
 
     def waits(first: int, *names: str) -> bool:
         """Whether a stage on one device waits for another beside it."""
-        sizes = zip(("inference", "train"), names, (first, 1), strict=True)
-        chosen = {
-            stage: [o for o in options[stage] if o.place == name and o.num_processes == count]
-            for stage, name, count in sizes
-        }
-        return bool(
-            choose_assignments(chosen, {"inference": (), "train": ()}, IterationTime(), 0)[
-                0
-            ].waits_for_devices_of
+        jobs = tuple(
+            tuple(count * (kind.name == name) for kind in problem.kinds)
+            for name, count in zip(names, (first, 1), strict=True)
         )
+        predicted = Predictor(problem).predict(Placement(((0,), (1,)), jobs, 1))
+        return bool(predicted.start_s[1])
 
     assert not waits(2, "spot", "h100")
     assert waits(4, "spot", "h100"), "there are four"
@@ -323,16 +317,6 @@ def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
         assess_plan(request, by_hand(execution, 4), "plan.yaml")
 
 
-def test_stages_of_a_plan_by_hand_wait_for_what_they_ask_for(config: RunConfig) -> None:
-    plan = parse_plan({"defaults": {"partition": "cpu", "cpus": 2}}, "plan")
-
-    def seconds(most: int) -> float:
-        tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100", "cpu")
-        return assess_plan(ask(config, tight, "jobs"), plan, "plan.yaml").forecast.iteration_s
-
-    assert seconds(3) > seconds(4)
-
-
 def test_a_plan_by_hand_is_checked_where_the_planner_finds_no_room(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,7 +328,7 @@ def test_a_plan_by_hand_is_checked_where_the_planner_finds_no_room(
     with pytest.raises(PlanError, match="your jobs cannot run there"):
         build_request(config, sources)
     run_plan(config, sources, tmp_path / "out.yaml", "time", (), tmp_path / "plan.yaml")
-    assert "no plan is better" in " ".join(capsys.readouterr().out.split())
+    assert "no better plan was found" in " ".join(capsys.readouterr().out.split())
 
 
 @EXECUTIONS
@@ -405,4 +389,4 @@ def test_the_limit_is_named_where_other_sizes_are_merely_unknown(config: RunConf
     few = own.profile.model_copy(update={"points": tuple(p for p in points if p.samples == 32)})
     request = replace(request, devices={"h100": replace(own, profile=few)})
     with pytest.raises(PlanError, match=r"stage 'train' fits nowhere: h100: .*QOS small allows"):
-        request.stage_options()
+        build_problem(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.planning.planner.pool_problem import first_chunk_shares
+from pipeline.planning.planner.first_chunk import first_chunk_shares
 
 PARTS = (1, 2, 4, 8)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -16,10 +15,10 @@ from pipeline.planning.planner.available_devices import (
     shared_capacities,
     with_counts,
 )
-from pipeline.planning.planner.job_planner import choose_assignments
-from pipeline.planning.planner.plan_command import assess_plan, propose_plan
-from pipeline.planning.planner.pool_problem import build_pool_problem
-from pipeline.planning.planner.problem import dump_problem, read_problem
+from pipeline.planning.planner.build_problem import build_problem
+from pipeline.planning.planner.planner import assess_plan, propose_plan
+from pipeline.planning.planner.predictor import Predictor
+from pipeline.planning.planner.problem import Placement
 from pipeline.planning.planner.request import PlanRequest, parse_pins
 from pipeline.planning.profile.schema import Measurement, Profile
 from rlinf.config import RunConfig, validate
@@ -28,6 +27,7 @@ from slurm.inventory import Inventory, PartitionInventory
 from slurm.site import SiteConfig
 from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
+from tests.pipeline.planning.planner.test_propose import side_by_side
 
 Execution = Literal["jobs", "pools"]
 EXECUTIONS = pytest.mark.parametrize("execution", ["jobs", "pools"])
@@ -117,12 +117,10 @@ def test_nodes_of_a_part_of_a_partition_count_once(config: RunConfig) -> None:
     assert {kind for pool in pools for kind in pool.devices} == {"batch"}
 
 
-def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_partitions_that_share_some_nodes_are_no_more_than_there_are(config: RunConfig) -> None:
     """Nodes 1 and 2, and 2 and 3: three of two GPUs."""
     request = ask(config, "pools", partition("a", 2, 60), partition("b", 2, 60, first=2))
-    problem, _ = build_pool_problem(request)
+    problem, _ = build_problem(request)
     assert problem.shared == ((("a", "b"), 6),)
     proposal = propose_plan(request)
     held = {"a": 0, "b": 0}
@@ -130,34 +128,24 @@ def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
         for kind, count in pool.devices.items():
             held[kind] += count
     assert sum(held.values()) <= 6
-    (tmp_path / "problem.yaml").write_text(dump_problem(problem))
-    assert list(read_problem(tmp_path / "problem.yaml")[0].shared) == list(problem.shared)
     stages = tuple(on_policy.direct_dependencies())
     pools = (
         PoolPlan(stages=stages[:1], devices={"a": 4}),
         PoolPlan(stages=stages[1:], devices={"b": 4}),
     )
     plan = proposal.plan.model_copy(update={"pools": pools})
-    with pytest.raises(PlanError, match="8 a and b requested, which have 6 together"):
+    with pytest.raises(PlanError, match="8 a and b requested, there are 6 together"):
         assess_plan(request, Plan.model_validate(plan.model_dump()), "plan.yaml")
 
 
-@pytest.mark.parametrize(("count", "waiting"), [(4, {"train": "inference"}), (2, {})])
+@pytest.mark.parametrize(("count", "waits"), [(4, True), (2, False)])
 def test_jobs_on_shared_nodes_wait_for_each_other(
-    config: RunConfig, count: int, waiting: dict[str, str]
+    config: RunConfig, count: int, waits: bool
 ) -> None:
     both = partition("a", 2, 60), partition("b", 2, 60, first=2)
-    request = ask(config, "jobs", *both, pins=("inference=a", "train=b"))
-    options = {
-        stage: [o for o in request.stage_options()[stage] if o.num_processes == count]
-        for stage in ("inference", "train")
-    }
-    assert (
-        choose_assignments(options, dict.fromkeys(options, ()), request.get_objective(), 0)[
-            0
-        ].waits_for_devices_of
-        == waiting
-    )
+    problem = side_by_side(ask(config, "jobs", *both), "inference", "train")
+    jobs = Placement(((0,), (1,)), ((count, 0), (0, count)), 1)
+    assert bool(Predictor(problem).predict(jobs).start_s[1]) == waits
 
 
 @EXECUTIONS
@@ -207,7 +195,7 @@ def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(
 
 
 def test_what_shares_nodes_is_judged_where_all_of_it_is_held(config: RunConfig) -> None:
-    problem, _ = build_pool_problem(
+    problem, _ = build_problem(
         ask(config, "pools", partition("a", 2, 60), partition("b", 2, 60, first=2))
     )
     held = np.array([[4, 4, 2], [2, 4, 4]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.planning.planner.plan_command import format_interval, format_seconds
+from pipeline.planning.planner.plan_tables import format_interval, format_seconds
 
 
 @pytest.mark.parametrize(

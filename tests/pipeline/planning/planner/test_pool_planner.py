@@ -14,13 +14,10 @@ import yaml
 from pipeline.commands.experiment import compose as hydra_compose
 from pipeline.commands.experiment import prepare_run
 from pipeline.plan import Plan, parse_plan, read_plan
-from pipeline.planning.planner.plan_command import (
-    assess_plan,
-    print_proposal,
-    propose_plan,
-    write_proposal,
-)
-from pipeline.planning.planner.pool_problem import build_pool_problem
+from pipeline.planning.planner.build_problem import build_problem
+from pipeline.planning.planner.plan_command import write_proposal
+from pipeline.planning.planner.plan_tables import print_proposal
+from pipeline.planning.planner.planner import assess_plan, propose_plan
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import read_problem
 from pipeline.planning.planner.request import PlanRequest
@@ -87,7 +84,7 @@ def test_what_is_predicted_follows_from_the_plan(plan_request: PlanRequest) -> N
     from pipeline.planning.planner.problem import Placement
 
     proposal = propose_plan(plan_request)
-    problem, _ = build_pool_problem(plan_request)
+    problem, _ = build_problem(plan_request)
     names = [stage.name for stage in problem.stages]
     pools = proposal.plan.pools
     placement = Placement(

@@ -7,22 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from pipeline.commands.experiment import compose
 from pipeline.plan import Plan, parse_plan
 from pipeline.planning.planner.available_devices import select_devices, with_counts
-from pipeline.planning.planner.job_planner import choose_assignments, option_cost
-from pipeline.planning.planner.plan_command import (
-    assess_plan,
-    print_proposal,
-    propose_plan,
-    write_proposal,
-)
-from pipeline.planning.planner.pool_problem import build_pool_problem
-from pipeline.planning.planner.recommendations import PlanProposal
+from pipeline.planning.planner.build_problem import build_problem
+from pipeline.planning.planner.plan_command import write_proposal
+from pipeline.planning.planner.plan_proposal import PlanProposal
+from pipeline.planning.planner.plan_tables import print_proposal
+from pipeline.planning.planner.planner import assess_plan, propose_plan
+from pipeline.planning.planner.predictor import Predictor
+from pipeline.planning.planner.problem import PlacementProblem
 from pipeline.planning.planner.request import PlanRequest, parse_pins
+from pipeline.planning.planner.search import solve
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory
@@ -76,26 +76,24 @@ def test_stages_that_do_not_wait_for_each_other_run_side_by_side(config: RunConf
 
 def test_stages_side_by_side_find_room_together(config: RunConfig) -> None:
     """Each alone is quickest on all H100s: together, one of them goes elsewhere or waits."""
-    options = ask(config, "a100", "h100").stage_options()
-    both = {stage: options[stage] for stage in ("inference", "train")}
-    after: dict[str, tuple[str, ...]] = dict.fromkeys(both, ())
-    objective = ask(config).get_objective()
-    best = choose_assignments(both, after, objective)[0]
-    alone = [min(found, key=lambda option: option.seconds) for found in both.values()]
-    assert [option.place for option in alone] == ["h100", "h100"]
-    assert sum(option.num_processes for option in best.options if option.place == "h100") <= 4
-    assert best.seconds == pytest.approx(best.cost)
-    assert best.seconds < sum(option.seconds for option in alone)
-    assert not best.waits_for_devices_of
+    both = side_by_side(ask(config, "a100", "h100"), "inference", "train")
+    best = solve(both)[0]
+    alone = [solve(replace(both, stages=[stage]))[0] for stage in both.stages]
+    assert [one.placement.gpus for one in alone] == [((0, 4),), ((0, 4),)]
+    assert all(one.is_optimal for one in alone)
+    assert sum(h100 for _, h100 in best.placement.gpus) <= 4
+    assert best.cost < sum(one.cost for one in alone)
+    assert best.prediction.start_s.tolist() == [0, 0]
     # With nowhere else to go the second one waits.
-    there = {
-        stage: [o for o in found if o.size == "2x2" and o.place == "h100"]
-        for stage, found in both.items()
-    }
-    waits = choose_assignments(there, after, objective)[0]
-    assert waits.waits_for_devices_of == {"train": "inference"}
-    assert waits.seconds == pytest.approx(sum(option.seconds for option in waits.options))
-    assert waits.critical_path == ("inference", "train")
+    waits = Predictor(both).predict(replace(best.placement, gpus=((0, 4), (0, 4))))
+    assert waits.start_s.tolist() == [0, waits.finish_s[0]]
+
+
+def side_by_side(request: PlanRequest, *names: str) -> PlacementProblem:
+    """Jobs of some stages that need no other stage."""
+    problem, _ = build_problem(request)
+    stages = [replace(s, after=()) for s in problem.stages if s.name in names]
+    return replace(problem, stages=stages)
 
 
 def test_jobs_longer_than_their_partition_allows_are_not_planned(config: RunConfig) -> None:
@@ -108,31 +106,25 @@ def test_jobs_longer_than_their_partition_allows_are_not_planned(config: RunConf
     assert {place for place, _ in rows(proposal).values()} == {"a100"}
     devices["a100"] = replace(devices["a100"], time_limit_min=0)
     with pytest.raises(
-        PlanError, match=r"'rollout' fits nowhere: h100 2x2 is the quickest.*allows 0"
+        PlanError, match=r"'rollout' fits nowhere: .*h100: start and work take .* jobs of 0"
     ):
         propose_plan(replace(request, devices=devices))
 
 
 @pytest.mark.parametrize("objective", ["time", "gpu-hours", "money", "time-to-end"])
-def test_no_combination_of_options_costs_less(config: RunConfig, objective: str) -> None:
+def test_no_combination_of_jobs_costs_less(config: RunConfig, objective: str) -> None:
     request = ask(config, "a100", "h100", objective=objective)
-    options, goal, after = (
-        request.stage_options(),
-        request.get_objective(),
-        request.stage_dependencies(),
-    )
-    few = {stage: found[::3] + found[-1:] for stage, found in options.items()}
-    best = float("inf")
-    for choice in itertools.product(*few.values()):
-        costs = {option.stage: option_cost(option, goal) for option in choice}
-        if objective in ("gpu-hours", "money"):
-            best = min(best, sum(costs.values()))
-            continue
-        ends: dict[str, float] = {}
-        for stage, own in costs.items():
-            ends[stage] = own + max((ends[s] for s in after[stage]), default=0.0)
-        best = min(best, max(ends.values()))
-    assert propose_plan(request).forecast.cost <= best * (1 + 1e-9)
+    problem, _ = build_problem(request)
+    every = [
+        [(n, 0) for n in np.flatnonzero(stage.rates["a100"])]
+        + [(0, n) for n in np.flatnonzero(stage.rates["h100"])]
+        for stage in problem.stages
+    ]
+    jobs = np.array(list(itertools.product(*every)))
+    gpus = [jobs[:, s].T for s in range(len(problem.stages))]
+    found = Predictor(problem).predict_batch(tuple((s,) for s in range(len(gpus))), gpus, 1)
+    costs = request.get_objective().cost(problem, found.total_s, found.busy_s, gpus)
+    assert propose_plan(request).forecast.cost == pytest.approx(costs.min())
 
 
 def test_gpu_hours_are_saved_where_more_devices_bring_little(config: RunConfig) -> None:
@@ -177,7 +169,8 @@ def test_stages_that_need_no_gpu_are_not_charged_for_one(config: RunConfig) -> N
         proposal = propose_plan(ask(config, "h100", objective=objective))
         stages = proposal.plan.stages
         held = sum(
-            row.seconds * stages[row.stage].nodes * stages[row.stage].gpus for row in proposal.rows
+            row.forecast.seconds * stages[row.stage].nodes * stages[row.stage].gpus
+            for row in proposal.rows
         )
         assert stages["reward"].gpus == 0
         assert proposal.forecast.gpu_hours == pytest.approx(held / 3600)
@@ -332,7 +325,7 @@ def test_a_gpu_of_unknown_model_has_memory_of_its_own(
     for execution in ("jobs", "pools"):
         request = replace(ask(config, "h100", execution=execution), devices={"h100": changed})
         if execution == "pools":
-            assert bool(build_pool_problem(request)[0].stages[-1].switch_s) == (gpus == 4)
+            assert bool(build_problem(request)[0].stages[-1].switch_s) == (gpus == 4)
             continue
         plan = propose_plan(request).plan.stages["train"]
         assert plan.nodes * plan.processes == gpus

@@ -65,10 +65,14 @@ def put(values: Any, keys: tuple[Any, ...], value: object) -> None:
             {"h100": {"h100": -1.0}},
             r"sync_s\.h100\.h100: .*greater than or equal to 0",
         ),
-        (("allowed",), {"trian": ["h100"]}, "pin: no such stage 'trian'.*'train'"),
-        (("allowed",), {"train": ["h10"]}, "pin train=h10: no such kind 'h10'.*'h100'"),
         (("mixes",), ["rolout"], "mixes: no such stage 'rolout'.*'rollout'"),
         (("mixing",), 1.5, "mixing: 1.5 is not"),
+        (("micro_batches",), [1], "problem.micro_batches: unknown key; it is 'chunks' now"),
+        (
+            ("kinds", "h100", "wait_s"),
+            9,
+            r"h100\.wait_s: unknown key; it was removed: give waits_s",
+        ),
     ],
 )
 def test_a_problem_file(tmp_path: Path, keys: tuple[Any, ...], value: object, words: str) -> None:

@@ -19,7 +19,6 @@ from pipeline.planning.planner.problem import (
     PlacementStage,
 )
 from pipeline.planning.planner.search import enumerate_groupings, solve
-from pipeline.planning.simulator.studies import STUDIES
 from rlinf.errors import PlanError
 from tests.pipeline.planning.planner.problems import (
     OBJECTIVES,
@@ -86,15 +85,15 @@ def test_a_grid_finds_what_all_placements_have(seed: int, monkeypatch: pytest.Mo
     assert exact.cost * (1 - 1e-9) <= best.cost <= 1.01 * exact.cost
 
 
-@pytest.mark.parametrize("name", ["7b-64", "70b-256", "70b-4096"])
-def test_fewer_limits_never_give_a_much_worse_plan(name: str) -> None:
-    problem = STUDIES[name].problem
-    free = replace(problem, mixes=None, kinds=[replace(k, per_node=0) for k in problem.kinds])
-    limited = solve(problem)[0]
+@pytest.mark.parametrize("sizes", [(32, 32), (128, 64, 64), (1024, 1536, 1024, 512)])
+def test_fewer_limits_never_give_a_much_worse_plan(sizes: tuple[int, ...]) -> None:
+    free = random_problem(1, sizes, 3, smooth=True)
+    kinds = [replace(kind, per_node=8) for kind in free.kinds]
+    limited = solve(replace(free, kinds=kinds, mixes=frozenset({"rollout"})))[0]
     assert solve(free)[0].cost <= 1.02 * limited.cost
     for members, gpus in zip(limited.placement.pools, limited.placement.gpus, strict=True):
         assert sum(n > 0 for n in gpus) == 1 or members == (0,)
-        assert members == (0,) or all(n % 8 == 0 for n in gpus)
+        assert members == (0,) or all(n < 8 or n % 8 == 0 for n in gpus)
 
 
 def test_the_public_case_of_equal_gpus_is_solved_as_well_as_known_or_better() -> None:
@@ -104,19 +103,11 @@ def test_the_public_case_of_equal_gpus_is_solved_as_well_as_known_or_better() ->
     assert collocated.cost == pytest.approx(335.0)
 
 
-def test_a_pin_is_obeyed_and_an_impossible_one_refused() -> None:
+def test_a_stage_that_can_run_nowhere_is_refused() -> None:
     problem = random_problem(7, (8, 8), 2, smooth=True)
-    free = solve(problem)[0]
-    for k, name in enumerate(("kind0", "kind1")):
-        best = solve(replace(problem, allowed={"reward": frozenset({name})}))[0]
-        assert best.cost >= free.cost
-        assert best.placement.gpus_of(1)[k] > 0
-    only = PlacementStage("reward", {"kind0": problem.stages[1].rates["kind0"]}, after=("rollout",))
-    nowhere = replace(
-        problem, stages=[problem.stages[0], only], allowed={"reward": frozenset({"kind1"})}
-    )
-    with pytest.raises(PlanError, match="'reward' can run nowhere on kind1"):
-        solve(nowhere)
+    only = PlacementStage("reward", {"kind0": np.zeros(9)}, after=("rollout",))
+    with pytest.raises(PlanError, match="'reward' can run nowhere"):
+        solve(replace(problem, stages=[problem.stages[0], only]))
 
 
 def test_a_stage_gets_no_more_gpus_than_it_can_use() -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.cost.rates import SOURCES, RateTable
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import (
     GpuKind,
@@ -19,30 +18,34 @@ from pipeline.planning.planner.problem import (
     TimeToFinish,
 )
 from pipeline.planning.planner.search import solve
+from pipeline.planning.planner.stage_times import StageTable
 from pipeline.planning.planner.uncertainty import forecast_placement
 from rlinf.errors import PlanError
 from tests.pipeline.planning.planner.problems import random_problem
 
 
-def table(rates, spread: float, source="fitted") -> RateTable:
+def table(rates, spread: float, *, extrapolated: bool = False) -> StageTable:
     count = len(rates)
-    return RateTable(
-        rates=np.asarray(rates, dtype=float),
-        spread=np.full(count, spread),
-        used=np.arange(count),
-        source_codes=np.full(count, SOURCES.index(source)),
-        tp=np.zeros(count, dtype=int),
+    with np.errstate(divide="ignore"):
+        seconds = 1 / np.asarray(rates, dtype=float)
+    return StageTable(
+        {"work": seconds},
+        np.full(count, spread),
+        np.arange(count),
+        np.full(count, extrapolated),
+        per_node=count,
+        peak_memory_bytes=0,
     )
 
 
-def tables_of(problem: PlacementProblem, spread: float) -> dict[str, dict[str, RateTable]]:
+def tables_of(problem: PlacementProblem, spread: float) -> dict[str, dict[str, StageTable]]:
     return {
         stage.name: {kind: table(rates, spread) for kind, rates in stage.rates.items()}
         for stage in problem.stages
     }
 
 
-def two_stages(**changes) -> tuple[PlacementProblem, dict[str, dict[str, RateTable]]]:
+def two_stages(**changes) -> tuple[PlacementProblem, dict[str, dict[str, StageTable]]]:
     """Generation of 80 s and training of 20 s on one of ten GPUs."""
     gpus = np.arange(11)
     rates = {"rollout": gpus / 80.0, "train": gpus / 20.0}
@@ -149,19 +152,19 @@ def test_the_stage_that_dominates_comes_first():
 
 def test_expected_losses_are_those_of_the_objective():
     problem, tables = two_stages()
-    kinds = [GpuKind("a100", 10, wait_s=600.0, interruptions_per_hour=0.5)]
+    kinds = [GpuKind("a100", 10, waits_s=((1, 600.0),), interruptions_per_hour=0.5)]
     problem = replace(problem, kinds=kinds)
     got = forecast_placement(problem, TOGETHER, tables)
     gpus = [np.array([[10]])]
-    cost = TimeToFinish(1).cost(problem, np.array([got.nominal_s]), gpus)[0]
+    cost = TimeToFinish(1).cost(problem, np.array([got.nominal_s]), np.zeros((2, 1)), gpus)[0]
     assert got.interruption_s == pytest.approx(cost - 600.0 - got.nominal_s)
     assert got.interruption_s == pytest.approx(got.nominal_s * 0.5 / 3600 * (600 + 5))
 
 
 def test_guesses_are_named():
     problem, tables = two_stages()
-    tables["train"]["a100"] = table(problem.stages[1].rates["a100"], 0.3, "extrapolated")
-    assert forecast_placement(problem, APART, tables).unmeasured == ("train on a100: extrapolated",)
+    tables["train"]["a100"] = table(problem.stages[1].rates["a100"], 0.3, extrapolated=True)
+    assert forecast_placement(problem, APART, tables).extrapolated == ("train on a100",)
 
 
 def test_a_placement_that_cannot_run_is_refused():

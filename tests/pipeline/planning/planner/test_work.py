@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.commands.experiment import compose
-from pipeline.planning.planner.stage_options import num_work_items
+from pipeline.planning.planner.stage_times import num_work_items
 from rlinf.config import RunConfig, validate
 
 

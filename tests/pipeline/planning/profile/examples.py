@@ -53,7 +53,7 @@ def kind(*points: ProfilePoint, **more: object) -> KindProfile:
 
 def profile(**kinds: KindProfile) -> Profile:
     return Profile(
-        schema_version=2,
+        schema_version=3,
         created_at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         identity=IDENTITY,
         samples=8,
@@ -75,7 +75,7 @@ def task(run: Run, folder: Path, **more: object) -> ProfileTask:
         config=run.folder / CONFIG_FILE,
         initial=setup_stage_folder(run.folder, "sft"),
         key="k",
-        kinds=("local",),
+        kind="local",
         folder=folder,
         nodes=1,
         processes=1,

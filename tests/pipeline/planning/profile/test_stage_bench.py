@@ -87,7 +87,7 @@ def test_what_a_stage_moves_is_measured_apart_from_its_work(
         config=run.folder / CONFIG_FILE,
         initial=setup_stage_folder(run.folder, "sft"),
         key="key",
-        kinds=("cpu",),
+        kind="cpu",
         folder=tmp_path / "task",
         nodes=1,
         processes=1,
