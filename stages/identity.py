@@ -22,7 +22,6 @@ from rlinf import __version__, package_paths
 from rlinf.algorithms import algorithms
 from rlinf.artifacts import SCHEMA, Manifest
 from rlinf.config import LOCATION_KEYS, RunConfig, json_digest
-from rlinf.data.tables import is_table
 from rlinf.engines import engines
 from rlinf.envs import environments
 from rlinf.envs.simulators import simulators
@@ -369,8 +368,11 @@ def _text_options(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _is_data_file(section: str, text: str) -> bool:
     try:
         path = Path(text).expanduser()
-        is_folder_of_data = section == "algorithm" and bool(text) and path.is_dir()
-        return path.is_file() or is_folder_of_data or is_table(path)
+        if not path.is_dir():
+            return path.is_file()
+        from rlinf.data.tables import is_table  # few runs have folders of data
+
+        return bool(text) and (section == "algorithm" or is_table(path))
     except (OSError, RuntimeError):  # too long for a path, or an unknown home
         return False
 
