@@ -6,11 +6,13 @@ Measurements that are compared alternate.
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -85,8 +87,10 @@ def produce(folder: str, get_record: Callable[[int], Record], pipe: Connection) 
     number = 0
     while (count := pipe.recv()) is not None:
         number += 1
-        store.release_committed(lambda _: True)
-        stream = store.output(f"it/{number:04d}").stream("x")
+        output = f"it/{number:04d}"
+        # The consumer may have asked for this output already, so only earlier ones are dropped.
+        store.release_committed(partial(operator.gt, output))
+        stream = store.output(output).stream("x")
         for sample in range(count):
             stream.put(get_record(sample))
         stream.finish(StreamEnd(count))

@@ -428,11 +428,13 @@ class RecordFetch(Fetch):
         progress = stream.fetched_from[worker, channel]
         super().__init__(order.output, channel, progress)
         self._order, self._live_store, self._progress = order, store, progress
+        self._is_dropped = False
+        """Whether the other worker has dropped the output."""
         self._reader = RecordReader(self.output, self.channel, progress)
 
     @property
     def has_ended(self) -> bool:
-        return self._progress.has_ended
+        return self._progress.has_ended or self._is_dropped
 
     def arguments(self) -> dict[str, Any]:
         arguments = self._reader.arguments()
@@ -443,8 +445,10 @@ class RecordFetch(Fetch):
     def handle(self, reply: Message) -> None:
         order, output = self._order, self._live_store.output(self.output)
         if "end" in reply.arguments:
-            self._progress.has_ended = True
-            if (end := reply.arguments["end"]) is not None and not order.work_item:
+            end = reply.arguments["end"]
+            # A dropped output may be produced again, and the next order then fetches it.
+            self._is_dropped, self._progress.has_ended = end is None, end is not None
+            if end is not None and not order.work_item:
                 output.stream(order.channel).finish_rank(*StreamEnd(*end))
             return
         records = self._reader.read(reply)

@@ -473,3 +473,16 @@ def test_an_invalid_output_is_no_longer_served(worker: Callable[[str], Worker]) 
     (thread,) = consumer.fetcher._threads.values()
     assert until(lambda: not thread._fetches)
     assert consumer.samples() == [0]
+
+
+def test_an_output_that_is_produced_again_is_fetched_again(worker: Callable[[str], Worker]) -> None:
+    """The worker may have dropped the output before another attempt produced it."""
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p")
+    assert until(lambda: bool(producer.stream._callbacks))
+    producer.store.release_committed(lambda _: True)
+    (thread,) = consumer.fetcher._threads.values()
+    assert until(lambda: not thread._fetches)
+    producer.stream.put(number(3))
+    consumer.fetch("p")
+    assert until(lambda: consumer.samples() == [3])
