@@ -95,7 +95,6 @@ def produce(folder: str, get_record: Callable[[int], Record], pipe: Connection) 
             stream.put(get_record(sample))
         stream.finish(StreamEnd(count))
     server.close()
-    served.close()
 
 
 class Repeated:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.channels import requests
+from rlinf.channels import reply_buffers, requests
 from rlinf.channels.channel import ChannelFailed
 from rlinf.channels.requests import Request, RequestClient, RequestServer
 from rlinf.data.record import Record, RecordId
@@ -27,6 +27,7 @@ from stages.live_store import FetchProgress, LiveStore, RecordStream, StreamEnd
 from stages.worker import record_transfer
 from stages.worker.messages import FetchOutput
 from stages.worker.record_transfer import (
+    MAX_OPEN_REQUESTS,
     RECORDS,
     SHARED_MEMORY,
     SOCKET,
@@ -88,7 +89,6 @@ class Worker:
     def close(self) -> None:
         self.fetcher.close()
         self.server.close()
-        self.served.close()
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_who_asks_late_gets_what_was_made_and_what_comes(
     worker: Callable[[str], Worker], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage that is started again while its input is still being made need not wait for all."""
-    monkeypatch.setattr(record_transfer, "MIN_SEGMENT_BYTES", 0)
+    monkeypatch.setattr(reply_buffers, "MIN_BUFFERED_BYTES", 0)
     before = segments()
     producer, early, late, last = (worker(name) for name in ("p", "e", "l", "x"))
     early.fetch("p", transport=transport)
@@ -169,7 +169,8 @@ def test_who_asks_late_gets_what_was_made_and_what_comes(
     for consumer in (early, late, last):
         assert until(lambda consumer=consumer: consumer.stream.is_complete(range(2001)))
         assert consumer.samples() == list(range(2000)), "each once"
-    assert segments() == before, "shared memory that was read is freed"
+        consumer.fetcher.close()
+    assert segments() == before, "shared memory goes with its client"
 
 
 def test_records_are_fetched_once_although_several_stages_need_them(
@@ -178,7 +179,7 @@ def test_records_are_fetched_once_although_several_stages_need_them(
     producer, consumer = worker("p"), worker("c")
     cursors: list[int] = []
     handle = producer.served.handle
-    producer.server._handle = lambda r: (cursors.append(r.arguments["cursor"]), handle(r))[1]
+    producer.server._handle = lambda r: (cursors.append(r.arguments["position"][0]), handle(r))[1]
     consumer.fetch("p")
     consumer.fetch("p")
     producer.stream.put(number(0))
@@ -187,7 +188,8 @@ def test_records_are_fetched_once_although_several_stages_need_them(
     assert until(lambda: consumer.stream.is_complete(range(99)))
     consumer.fetch("p")
     time.sleep(0.2)
-    assert cursors == [0, 1], "neither while the first fetch goes on nor afterwards"
+    # The second request was sent before the record was read, so the end takes a third one.
+    assert cursors == [0, 1, 1], "neither while the first fetch goes on nor afterwards"
 
 
 def test_a_rank_serves_only_what_it_has_produced(worker: Callable[[str], Worker]) -> None:
@@ -201,7 +203,7 @@ def test_a_rank_serves_only_what_it_has_produced(worker: Callable[[str], Worker]
     for each in ranks:
         assert until(lambda each=each: each.stream.is_complete(range(99)))
         assert sorted(each.samples()) == list(range(9))
-        own = each.stream.read_own(0, 99, lambda: None)
+        own = each.stream.read_own(0, 99, (0, 0), lambda: None)
         assert own is not None
         assert len(own.records) == 3
 
@@ -211,6 +213,7 @@ def test_large_records_arrive_whole_and_outlive_what_brought_them(
     worker: Callable[[str], Worker], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr(record_transfer, "MAX_LOCAL_REPLY_BYTES", 1 << 19)
     before = segments()
     producer, consumer = worker("p"), worker("c")
     consumer.fetch("p", transport=transport)
@@ -219,6 +222,8 @@ def test_large_records_arrive_whole_and_outlive_what_brought_them(
         producer.stream.put(Record(RecordId(0, sample), {"actions": np.zeros(1)}, {"image": image}))
     producer.stream.finish(StreamEnd(12))
     assert until(lambda: consumer.stream.is_complete(range(99)))
+    assert len(segments() - before) <= MAX_OPEN_REQUESTS + 1, "shared memory is used again"
+    consumer.fetcher.close()
     assert segments() == before
     for record in consumer.stream.read(range(12)):
         image = record.context["image"]
@@ -235,8 +240,8 @@ def test_records_come_by_socket_where_shared_memory_is_full(
     def create(name: str, size: int) -> None:
         raise error
 
-    monkeypatch.setattr(record_transfer, "MIN_SEGMENT_BYTES", 0)
-    monkeypatch.setattr(record_transfer, "create_segment", create)
+    monkeypatch.setattr(reply_buffers, "MIN_BUFFERED_BYTES", 0)
+    monkeypatch.setattr(reply_buffers, "create_segment", create)
     producer, consumer, other = worker("p"), worker("c"), worker("d")
     for each in (consumer, other):
         each.fetch("p", transport=SHARED_MEMORY)
@@ -244,11 +249,12 @@ def test_records_come_by_socket_where_shared_memory_is_full(
     producer.stream.put(number(0))  # answers both, in this thread
     for each in (consumer, other):
         assert until(lambda each=each: each.samples() == [0])
-    assert "records are sent by socket" in caplog.text
+    assert "replies come by socket" in caplog.text
     assert "no room" in caplog.text
 
 
-def test_small_records_take_no_segments(worker: Callable[[str], Worker]) -> None:
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_records_keep_no_shared_memory(worker: Callable[[str], Worker], size: int) -> None:
     """Their arrays would keep a mapping each, of which a process can have only so many."""
 
     def mappings() -> int:
@@ -257,9 +263,9 @@ def test_small_records_take_no_segments(worker: Callable[[str], Worker]) -> None
     before, (producer, consumer) = mappings(), (worker("p"), worker("c"))
     consumer.fetch("p", transport=SHARED_MEMORY)
     for sample in range(50):
-        producer.stream.put(number(sample))
+        producer.stream.put(Record(RecordId(0, sample), {"actions": np.full(size, sample)}))
         assert until(lambda sample=sample: len(consumer.samples()) == sample + 1)
-    assert mappings() <= before
+    assert mappings() <= before + 2 * (MAX_OPEN_REQUESTS + 1)
 
 
 def test_a_reply_that_makes_no_sense_is_left_to_the_disk(
@@ -319,21 +325,26 @@ def test_a_slow_large_record_goes_on_where_it_was_interrupted(
         each.put(record)
     progress = FetchProgress()
     reader = RecordReader(OUT, CHANNEL, progress)
-    replies: list[dict[str, Any]] = []
     found: list[Record] = []
+
+    def request(client: RequestClient) -> dict[str, Any]:
+        arguments = reader.next_request()
+        assert arguments is not None
+        reply = client.request(RECORDS, arguments)
+        if reader.advance(reply):
+            found.extend(reader.read(reply))
+        return reply.arguments
+
     with contextlib.closing(RequestClient(worker_pointer(tmp_path, "p"))) as first:
         for _ in range(3):
-            reply = first.request(RECORDS, reader.arguments())
-            found += reader.read(reply)
-    assert reader.arguments()["offset"] == 3 << 10
+            request(first)
+    reader.restart()
     with contextlib.closing(
         RequestClient(worker_pointer(tmp_path, "q" if replaced else "p"))
     ) as second:
+        assert request(second)["position"] == [0, 0 if replaced else 3 << 10]
         while not found:
-            reply = second.request(RECORDS, reader.arguments())
-            replies.append(reply.arguments)
-            found += reader.read(reply)
-    assert replies[0]["offset"] == (0 if replaced else 3 << 10)
+            request(second)
     assert progress.cursor == 1
     np.testing.assert_array_equal(found[0].steps["actions"], record.steps["actions"])
 
@@ -417,10 +428,14 @@ def test_a_work_item_is_over_only_once_somebody_has_all_of_it(
     item = worker("g").store.output(OUT).stream("x")
     item.put(number(0))
     item.finish(StreamEnd(1))
-    assert item.read_own(0, 9, lambda: None) is not None, "cursors for, but perhaps not arrived"
+    assert item.read_own(0, 9, (0, 0), lambda: None) is not None, (
+        "cursors for, but perhaps not arrived"
+    )
     assert not item.wait_until_fetched(lambda: True, 20)
     assert not item.wait_until_fetched(lambda: False, 0.1)
-    assert item.read_own(1, 9, lambda: None) == ([], StreamEnd(1))
+    assert item.read_own(1, 9, (0, 0), lambda: None) == ([], False, None), "asked ahead"
+    assert not item.wait_until_fetched(lambda: False, 0.1)
+    assert item.read_own(1, 9, (1, 0), lambda: None) == ([], True, StreamEnd(1))
     assert item.wait_until_fetched(lambda: False, 0.1)
 
 
@@ -455,7 +470,7 @@ def test_records_of_outputs_on_disk_are_let_go_by_both_sides(
     held = weakref.ref(producer.store.output(OUT).available_records(CHANNEL)[0])
     (thread,) = consumer.fetcher._threads.values()
     assert thread._fetches
-    producer.served.drop_outputs(producer.store.release_committed(lambda _: True))
+    producer.store.release_committed(lambda _: True)
     assert until(lambda: held() is None)
     assert until(lambda: not thread._fetches), "the consumer knows that no more comes"
     consumer.fetch("p")
