@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from stages.worker.record_transfer import (
     RecordServer,
     fetch_stream,
 )
+from tests.rlinf.channels.proxy import Proxy
 
 OUT, CHANNEL = "it/0000/rollout", "trajectories"
 PRODUCER = """
@@ -501,3 +503,29 @@ def test_an_output_that_is_produced_again_is_fetched_again(worker: Callable[[str
     producer.stream.put(number(3))
     consumer.fetch("p")
     assert until(lambda: consumer.samples() == [3])
+
+
+def test_a_large_record_on_a_slow_network_goes_on_where_the_connection_broke(
+    tmp_path: Path, worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PING_S", 0.2)
+    monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 16)
+    monkeypatch.setattr(record_transfer, "RETRY_S", 0.05)
+    producer, consumer = worker("p"), worker("c")
+    positions: list[int] = []
+    handle = producer.served.handle
+    producer.server._handle = lambda r: (positions.append(r.arguments["position"][1]), handle(r))[1]
+    pointer = worker_pointer(tmp_path, "p")
+    values = json.loads(pointer.read_text())
+    ip, port = values["addresses"][0].removeprefix("tcp://").split(":")
+    wire = Proxy((ip, int(port)), cut_after=300_000, bytes_per_s=2e6)
+    pointer.write_text(json.dumps({**values, "addresses": [f"tcp://127.0.0.1:{wire.port}"]}))
+    image = np.random.default_rng(0).integers(0, 255, 1 << 20, np.uint8)
+    producer.stream.put(Record(RecordId(0, 0), context={"image": image}))
+    consumer.fetch("p")
+    assert until(lambda: consumer.samples() == [0], 30)
+    (record,) = consumer.stream.read(range(1))
+    np.testing.assert_array_equal(record.context["image"], image)
+    assert wire.cuts >= 2
+    assert positions.count(0) <= 2, "the first part was sent once, or again after the first cut"
+    wire.close()
