@@ -98,7 +98,7 @@ def encode_record(record: Record) -> EncodedRecord:
     return encoded
 
 
-def decode_record(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
+def decode_record(block: memoryview | bytes | bytearray) -> Record:
     """Return the record of a block; its arrays are read-only views of ``block``.
 
     Misaligned arrays are copied.
@@ -106,21 +106,19 @@ def decode_record(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
     Raises:
         DataError: the block was not written by :func:`encode_record`.
     """
-    data = np.frombuffer(block, np.uint8)
-    data.flags.writeable = False
     try:
-        return _decode(data)
+        return _decode(memoryview(block).toreadonly())
     except DataError:
         raise
     except Exception as error:  # foreign bytes may cause any error
         raise DataError(f"malformed record: {error}") from None
 
 
-def _decode(data: np.ndarray) -> Record:
+def _decode(data: memoryview) -> Record:
     _check(len(data) >= 4, "no header")
-    end = 4 + int.from_bytes(data[:4].tobytes(), "little")
+    end = 4 + int.from_bytes(data[:4], "little")
     _check(end <= min(len(data), MAX_HEADER_BYTES + 4), "header longer than the block")
-    header = msgpack.unpackb(data[4:end].data, use_list=False, raw=False, ext_hook=_no_extension)
+    header = msgpack.unpackb(data[4:end], use_list=False, raw=False, ext_hook=_no_extension)
     _check(_is_tuple(header, 4), "header is no list of four")
     identity, steps, context, info = header
     _check(_is_tuple(identity, 3) and all(type(i) is int for i in identity), "bad identity")
@@ -133,10 +131,11 @@ def _decode(data: np.ndarray) -> Record:
             dtype = DTYPES[dtype_name]
             _check(_is_tuple(shape) and len(shape) <= MAX_DIMENSIONS, "bad shape")
             _check(all(type(n) is int and n >= 0 for n in shape), "bad shape")
-            start = _aligned(end)
-            end = start + math.prod(shape) * dtype.itemsize
-            _check(end <= len(data), f"array {name[:40]!r} longer than the block")
-            array = data[start:end].view(dtype).reshape(shape)
+            start, count = _aligned(end), math.prod(shape)
+            end = start + count * dtype.itemsize
+            if end > len(data):
+                raise DataError(f"malformed record: array {name[:40]!r} longer than the block")
+            array = np.frombuffer(data, dtype, count, start).reshape(shape)
             group[name] = array if array.flags.aligned else array.copy()
         groups.append(group)
     _check(end == len(data), "bytes left over")

@@ -244,12 +244,13 @@ class RecordReader:
             self._large[start:end] = np.frombuffer(piece, np.uint8)
         if end < size:
             return []
-        record, self._large = decode_record(self._large), np.empty(0, np.uint8)
+        record, self._large = decode_record(self._large.data), np.empty(0, np.uint8)
         return [record]
 
 
-def _copy(block: Bytes) -> np.ndarray:
-    return np.frombuffer(block, np.uint8).copy()
+def _copy(block: Bytes) -> memoryview:
+    """Return a copy; NumPy lets the system use large pages for it, ``bytes`` does not."""
+    return np.frombuffer(block, np.uint8).copy().data
 
 
 def fetch_stream(
