@@ -142,20 +142,22 @@ class RecordReader:
     """Reads the records of one stream: it says what to request, and takes the replies in order.
 
     Args:
-        progress: cursor and identity of the stream; updated.
+        progress: cursor and identity of the stream; updated when records have been read.
     """
 
     def __init__(self, output: str, channel: str, progress: FetchProgress) -> None:
         self._output, self._channel, self._progress = output, channel, progress
         self._num_open = 0
+        self._cursor = progress.cursor
+        """Number of records that have arrived."""
         self._last_position: tuple[int, int] | None = None
-        """Position of the last request; None: no request of this stream was sent."""
+        """Position of the last request; None: request nothing ahead of the open requests."""
         self._size = self._num_bytes = self._part_bytes = 0
         """Bytes of the next record, if it is known to be large, how many have arrived, and how many
         each part has."""
         self._large = np.empty(0, np.uint8)
         """The large record of which parts have arrived."""
-        self._received = (0, 0)
+        self._received = (progress.cursor, 0)
         """Position up to which replies have been read. A worker may forget what a client has
         received, so this is not what has merely arrived."""
         self.is_dropped = False
@@ -183,13 +185,12 @@ class RecordReader:
     def _next_position(self) -> tuple[int, int] | None:
         if self.has_ended or self._num_open >= MAX_OPEN_REQUESTS:
             return None
-        cursor = self._progress.cursor
         if self._num_open == 0:
-            return cursor, self._num_bytes
-        if self._last_position is None or self._last_position[0] != cursor or not self._size:
+            return self._cursor, self._num_bytes
+        if self._last_position is None or self._last_position[0] != self._cursor or not self._size:
             return None  # the last reply has an unknown number of records
         offset = self._last_position[1] + self._part_bytes
-        return (cursor, offset) if offset < self._size else (cursor + 1, 0)
+        return (self._cursor, offset) if offset < self._size else (self._cursor + 1, 0)
 
     def restart(self) -> None:
         """Forget the open requests, because the connection was lost."""
@@ -205,24 +206,27 @@ class RecordReader:
         self._num_open -= 1
         if (stream := str(arguments["stream"])) != progress.stream:
             progress.stream, progress.cursor = stream, 0
-            self._size, self._num_bytes, self._received = 0, 0, (0, 0)
+            self._cursor, self._size, self._num_bytes, self._received = 0, 0, 0, (0, 0)
             self._last_position = None
         if "end" in arguments:
             end = arguments["end"]
             progress.end, self.is_dropped = end and StreamEnd(*end), end is None
             return False
-        if _position(arguments["position"]) != (progress.cursor, self._num_bytes):
-            return False  # a request of another stream; it is sent again
+        if _position(arguments["position"]) != (self._cursor, self._num_bytes):
+            # An earlier reply was lost, or the stream is another one. The missing part is requested
+            # again after all open requests, because one of them may bring it.
+            self._last_position = None
+            return False
         self._size = int(arguments.get("size", 0))
         if not self._size:
-            progress.cursor += len(reply.blocks)
+            self._cursor += len(reply.blocks)
             return True
         part_bytes = sum(map(len, pieces_of(reply.blocks[0])))
         if self._num_bytes == 0:
             self._part_bytes = part_bytes
         self._num_bytes += part_bytes
         if self._num_bytes >= self._size:
-            progress.cursor += 1
+            self._cursor += 1
             self._size = self._num_bytes = 0
         return True
 
@@ -232,7 +236,11 @@ class RecordReader:
         Raises:
             DataError, ValueError: they are malformed.
         """
-        self._received = (self._progress.cursor, self._num_bytes)
+        records = self._read_records(reply)
+        self._progress.cursor, self._received = self._cursor, (self._cursor, self._num_bytes)
+        return records
+
+    def _read_records(self, reply: Message) -> list[Record]:
         if (size := reply.arguments.get("size")) is None:
             blocks = map(join, reply.blocks)
             return [decode_record(_copy(b) if reply.is_borrowed else b) for b in blocks]

@@ -291,6 +291,27 @@ def test_a_reply_that_makes_no_sense_is_left_to_the_disk(
     assert until(lambda: consumer.samples() == [1])
 
 
+def test_a_record_that_could_not_be_read_counts_as_missing(
+    worker: Callable[[str], Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next order fetches it, and its producer does not count it as fetched."""
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p")
+    producer.stream.put(number(0))
+    assert until(lambda: consumer.samples() == [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(record_transfer, "decode_record", lambda block: block[0].nothing)
+        producer.stream.put(number(1))
+        assert until(lambda: "read from disk instead" in caplog.text)
+    producer.stream.finish(StreamEnd(2))
+    assert not producer.stream.wait_until_fetched(lambda: False, 0.3)
+    consumer.fetch("p")
+    assert until(lambda: consumer.samples() == [0, 1])
+    assert producer.stream.wait_until_fetched(lambda: False, 20)
+
+
 def test_a_thread_without_fetches_ends_and_another_one_starts(
     worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,6 +490,7 @@ def test_records_of_outputs_on_disk_are_let_go_by_both_sides(
     consumer.fetch("p")
     producer.stream.put(number(0))
     assert until(lambda: len(consumer.stream) == 1)
+    assert until(lambda: bool(producer.stream._callbacks)), "it has asked for more"
     held = weakref.ref(producer.store.output(OUT).available_records(CHANNEL)[0])
     (thread,) = consumer.fetcher._threads.values()
     assert thread._fetches
@@ -503,6 +525,27 @@ def test_an_output_that_is_produced_again_is_fetched_again(worker: Callable[[str
     producer.stream.put(number(3))
     consumer.fetch("p")
     assert until(lambda: consumer.samples() == [3])
+
+
+def test_parts_of_a_large_record_may_arrive_in_another_order(
+    tmp_path: Path, worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose reply was lost is sent again, behind later ones."""
+    monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 10)
+    record = Record(RecordId(0, 7), {"actions": np.arange(1 << 10)})
+    worker("p").stream.put(record)
+    reader = RecordReader(OUT, CHANNEL, FetchProgress())
+    found: list[Record] = []
+    with contextlib.closing(RequestClient(worker_pointer(tmp_path, "p"))) as client:
+        while not found:
+            requests = list(iter(reader.next_request, None))
+            replies = [
+                client.request(RECORDS, each) for each in requests if each["position"][0] == 0
+            ]
+            for reply in reversed(replies):
+                if reader.advance(reply):
+                    found += reader.read(reply)
+    np.testing.assert_array_equal(found[0].steps["actions"], record.steps["actions"])
 
 
 def test_a_large_record_on_a_slow_network_goes_on_where_the_connection_broke(
