@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from rlinf.artifacts import Manifest
@@ -43,10 +44,13 @@ class StreamEnd(NamedTuple):
 
 
 class OwnRecords(NamedTuple):
-    """Some records that this worker produced, and their end if they are the last ones."""
+    """Some records that this worker has produced."""
 
     records: list[Record]
-    end: StreamEnd | None
+    is_end: bool = False
+    """Whether no more records come, because the reader has all of them or the stream is closed."""
+    end: StreamEnd | None = None
+    """None: there are more records, or the stream is closed."""
 
 
 @dataclass(eq=False)
@@ -57,7 +61,8 @@ class FetchProgress:
     """Identity of the stream in the worker that produces the records; None: not known yet."""
     cursor: int = 0
     """Number of records that were fetched from this stream."""
-    has_ended: bool = False
+    end: StreamEnd | None = None
+    """None: there may be more records."""
 
 
 class RecordStream:
@@ -79,8 +84,8 @@ class RecordStream:
         self._is_fetched = False
         self._last_progress = time.monotonic()
         """When a reader last had more than any reader before."""
-        self._most_read = (0, 0)
-        """Cursor and bytes of a further record that a reader has at most."""
+        self._most_received = (0, 0)
+        """Number of records, and of bytes of the next one, that a reader has at most."""
         self.identity = secrets.token_hex(8)
         """Another stream has the records in another order."""
         self._records: dict[int, Record] = {}
@@ -107,7 +112,9 @@ class RecordStream:
             self._own.append(record)
             self._records.setdefault(sample, record)
             self._changed.notify_all()
-        self._run_callbacks()
+            has_callbacks = bool(self._callbacks)
+        if has_callbacks:
+            self._run_callbacks()
 
     def finish(self, end: StreamEnd) -> None:
         """Record that this worker, one rank of the stage, has produced all its records."""
@@ -117,28 +124,35 @@ class RecordStream:
         self._run_callbacks()
 
     def read_own(
-        self, cursor: int, max_records: int, on_available: Callable[[], None], offset: int = 0
+        self,
+        cursor: int,
+        max_records: int,
+        received: tuple[int, int],
+        on_available: Callable[[], None],
     ) -> OwnRecords | None:
-        """Return own records from ``cursor`` on, at most ``max_records``; ``offset`` is the number
-        of bytes of the next record that the reader has.
+        """Return own records from ``cursor`` on, at most ``max_records``.
 
-        The end is only returned to a reader that has all records. After :meth:`close`, there are no
-        records and no end. Returns None if there are no new records yet; ``on_available`` is called
-        once, from any thread, when there are some.
+        Args:
+            received: the number of records, and of bytes of the next one, that the reader has. Only
+                a reader that has all records gets the end; to others, no records are returned.
+            on_available: if None is returned because there are no new records yet, this function is
+                called once, from any thread, when there are some.
         """
         with self._changed:
-            if (cursor, offset) > self._most_read:
-                self._most_read, self._last_progress = (cursor, offset), time.monotonic()
+            if received > self._most_received:
+                self._most_received, self._last_progress = received, time.monotonic()
             if self._is_closed:
-                return OwnRecords([], None)
+                return OwnRecords([], is_end=True)
             if cursor < len(self._own):
-                return OwnRecords(self._own[cursor : cursor + max_records], None)
+                return OwnRecords(self._own[cursor : cursor + max_records])
             if self._own_end is None:
                 self._callbacks.append(on_available)
                 return None
+            if received[0] < len(self._own):
+                return OwnRecords([])
             self._is_fetched = True
             self._changed.notify_all()
-            return OwnRecords([], self._own_end)
+            return OwnRecords([], is_end=True, end=self._own_end)
 
     def wait_until_fetched(self, should_stop: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until some worker has all own records, after :meth:`finish`.
@@ -204,9 +218,9 @@ class RecordStream:
     def has_more_than(self, count: int) -> bool:
         return len(self._records) > count
 
-    def all_records(self) -> list[Record]:
-        """Return all records in order of arrival."""
-        return list(self._records.values())
+    def records_after(self, count: int) -> list[Record]:
+        """Return the records that came after the first ``count``, in order of arrival."""
+        return list(islice(self._records.values(), count, None))
 
     def read(self, samples: range) -> list[Record]:
         """Return the records of a range, by sample number, and mark them as read."""
@@ -322,7 +336,7 @@ class LiveOutput:
         """Return the records of a channel that have arrived, in order of arrival."""
         stream = self.stream(channel)
         with self._changed:
-            return stream.all_records()
+            return stream.records_after(0)
 
     def iter_records(
         self,
@@ -351,7 +365,7 @@ class LiveOutput:
                     raise UpstreamFailed(
                         f"{channel} were computed from an attempt that was never committed"
                     )
-                new = stream.all_records()[num_yielded:]
+                new = stream.records_after(num_yielded)
                 stream.mark_read(record.identity.sample for record in new)
             num_yielded += len(new)
             yield from new

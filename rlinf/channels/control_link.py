@@ -24,7 +24,8 @@ import msgpack
 
 from rlinf.channels.channel import ChannelClosed, ChannelFailed
 from rlinf.channels.curve_sockets import HEARTBEAT_S, paused_s
-from rlinf.channels.requests import Block, Message, Request, RequestClient, RequestServer
+from rlinf.channels.reply_buffers import Bytes, join
+from rlinf.channels.requests import Message, Request, RequestClient, RequestServer
 from rlinf.errors import DataError
 from rlinf.threads import start_service_thread
 
@@ -85,14 +86,14 @@ class SendQueue:
     """Numbered items that are kept until the other side has them."""
 
     def __init__(self) -> None:
-        self._items: deque[Block] = deque()
+        self._items: deque[Bytes] = deque()
         self.first = 1
         """Number of the first item that is kept."""
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, item: Block) -> None:
+    def add(self, item: Bytes) -> None:
         self._items.append(item)
 
     def acknowledge(self, number: int) -> None:
@@ -109,9 +110,9 @@ class SendQueue:
         """Number of the last item."""
         return self.first + len(self._items) - 1
 
-    def after(self, number: int) -> list[Block]:
+    def after(self, number: int) -> list[Bytes]:
         """Return the items after a number, as many as fit in an exchange."""
-        items, size = list[Block](), 0
+        items, size = list[Bytes](), 0
         for item in list(self._items)[max(0, number + 1 - self.first) :]:
             size += len(item)
             if items and size > MAX_EXCHANGE_BYTES:
@@ -171,7 +172,7 @@ class Controller:
         """The newest process of each worker."""
         self._receivers: dict[str, _Peer] = {}
         """The process of each worker whose PeerJoined was polled last; it gets the orders."""
-        self._waiting: dict[str, list[Block]] = {}
+        self._waiting: dict[str, list[Bytes]] = {}
         """Orders for workers that have not joined, by name."""
         self._retired: set[str] = set()
         """Processes that were replaced."""
@@ -328,7 +329,7 @@ class Controller:
         description, status = dict(arguments["description"]), dict(arguments["status"])
         session, first = str(arguments["session"]), int(arguments["first"])
         arrived, read = int(arguments["arrived"]), int(arguments["read"])
-        contents = [_unpack_map(block) for block in request.blocks]
+        contents = [_unpack_map(join(block)) for block in request.blocks]
         if peer is not None and peer.incarnation != incarnation:
             self._retire(peer, REASON_REPLACED)
             peer = None
@@ -556,14 +557,14 @@ class WorkerLink:
                     # Another driver decides anew what to send.
                     self._session, self._arrived, self._read = arguments["session"], 0, 0
                     self._orders.clear()
-                self._add_orders(arguments["first"], reply.blocks)
+                self._add_orders(arguments["first"], map(join, reply.blocks))
                 self._reports.acknowledge(arguments["handled"])
                 # Send reports again that have not arrived, but none that were handled and dropped.
                 num_arrived = min(self._num_sent, arguments["received"])
                 self._num_sent = max(num_arrived, self._reports.first - 1)
             self._changed.notify_all()
 
-    def _add_orders(self, first: int, blocks: Iterable[Block]) -> None:
+    def _add_orders(self, first: int, blocks: Iterable[Bytes]) -> None:
         for number, block in enumerate(blocks, first):
             if number > self._arrived:
                 self._arrived = number
@@ -577,7 +578,7 @@ def _text(request: Request, name: str) -> str:
     return value
 
 
-def _unpack_map(packed: Block) -> dict[str, Any]:
+def _unpack_map(packed: Bytes) -> dict[str, Any]:
     content = msgpack.unpackb(packed)
     if type(content) is not dict:
         raise DataError("not a packed map")

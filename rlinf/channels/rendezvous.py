@@ -31,8 +31,8 @@ from rlinf.channels.curve_sockets import (
     read_pointer,
     run_keys,
 )
+from rlinf.channels.reply_buffers import Bytes, join
 from rlinf.channels.requests import (
-    Block,
     Request,
     RequestClient,
     RequestRejected,
@@ -115,7 +115,7 @@ class RendezvousHost:
         rank, number = str(request.arguments["rank"]), int(request.arguments["number"])
         last_number, answer = self._last_replies.get(rank, (0, b""))
         if number != last_number:
-            answer = msgpack.packb(self.execute(request.method, *_unpack(request.blocks[0])))
+            answer = msgpack.packb(self.execute(request.method, *_unpack(join(request.blocks[0]))))
             self._last_replies[rank] = (number, answer)
         # A request whose reply was lost arrives again, and must not count twice.
         request.reply({}, [answer])
@@ -160,7 +160,7 @@ class RendezvousClient:
             try:
                 if not self._is_closed:
                     reply = self._client.request(verb, numbered, [request])
-                    return msgpack.unpackb(reply.blocks[0])
+                    return msgpack.unpackb(join(reply.blocks[0]))
             except RequestRejected as error:
                 raise DistStoreError(f"{verb}: {error}") from None
             except ChannelFailed as error:
@@ -340,7 +340,7 @@ def _host_name(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0]
 
 
-def _unpack(message: Block) -> list[Any]:
+def _unpack(message: Bytes) -> list[Any]:
     content = msgpack.unpackb(message)
     if type(content) is not list:
         raise DataError("not a list")

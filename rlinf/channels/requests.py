@@ -12,10 +12,12 @@ holds in memory is also on disk, or can be computed again.
 A message is a msgpack list, followed by the bytes of all blocks, one after another, in frames of at
 most 512 KiB:
 
-    request  token, number, method, arguments, [size]
-    reply    token, number, error or nil, arguments, [size]
+    request  token, number, method, arguments, [size], buffer or nil
+    reply    token, number, error or nil, arguments, [size], buffer or nil
 
-``token`` names the process of the server, ``number`` the request. Other messages are dropped.
+``token`` names the process of the server, ``number`` the request. Other messages are dropped. A
+request may name a buffer in shared memory (:mod:`rlinf.channels.reply_buffers`). If the reply names
+it too, the blocks are there.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
-import numpy as np
 import zmq
 
 from rlinf.channels.channel import ChannelFailed
@@ -49,11 +51,10 @@ from rlinf.channels.curve_sockets import (
     run_keys,
     write_pointer,
 )
+from rlinf.channels.reply_buffers import Block, Bytes, ReplyBuffers, ReplyBufferWriter, pieces_of
 from rlinf.errors import DataError
 from rlinf.shared_memory import shared_memory_id
 from rlinf.threads import MalformedCounter, WakeupEvent, start_service_thread
-
-Block = bytes | bytearray | memoryview
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Maximum bytes of all blocks of one message."""
@@ -71,28 +72,44 @@ class Message(NamedTuple):
 
     arguments: dict[str, Any]
     blocks: Sequence[Block] = ()
+    is_borrowed: bool = False
+    """Whether the blocks are only valid until the client calls :meth:`RequestClient.receive`."""
 
 
 class Request:
-    """A request that a server has received; any thread may reply, once. ``client`` is unique."""
+    """A request that a server has received; any thread may reply, once."""
 
     def __init__(
-        self, server: RequestServer, client: bytes, number: int, method: str, message: Message
+        self,
+        server: RequestServer,
+        client: bytes,
+        number: int,
+        method: str,
+        message: Message,
+        buffer: str | None,
     ) -> None:
-        self._server, self.client, self._number = server, client, number
+        self._server, self._client, self._number = server, client, number
+        self._buffer = buffer
+        self.is_local = buffer is not None
+        """Whether the reply may come in shared memory."""
         self.method, self.arguments, self.blocks = method, message.arguments, message.blocks
 
     def reply(self, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()) -> None:
-        """Send the reply.
+        """Send the reply; its blocks must not change any more.
 
         Raises:
             DataError: the blocks are larger than ``MAX_MESSAGE_BYTES``.
         """
-        self._server.send(self.client, self._number, None, Message(dict(arguments), blocks))
+        message = Message(dict(arguments), blocks)
+        self._server.send(self._client, self._number, None, message, self._buffer)
 
     def reject(self, reason: str) -> None:
         """Let the client's call raise :class:`RequestRejected`."""
-        self._server.send(self.client, self._number, reason[:8000], Message({}))
+        self._server.send(self._client, self._number, reason[:8000], Message({}))
+
+    def handle_later(self, handle: Callable[[Request], None]) -> None:
+        """Let the thread of the server call ``handle`` with this request, soon."""
+        self._server.handle_later(self, handle)
 
 
 class RequestRejected(ChannelFailed):
@@ -127,6 +144,8 @@ class RequestServer:
         self._open: set[tuple[bytes, int]] = set()
         """Client and number of the requests without a reply."""
         self._replies: deque[list[Any]] = deque()
+        self._later: deque[tuple[Request, Callable[[Request], None]]] = deque()
+        self._buffers = ReplyBufferWriter()
         self._closed = False
         self._context = zmq.Context()
         self._socket = host_socket(self._context, keys, timeout_s=SERVER_TIMEOUT_S)
@@ -150,10 +169,26 @@ class RequestServer:
     def malformed(self) -> int:
         return self._malformed.count
 
-    def send(self, client: bytes, number: int, error: str | None, message: Message) -> None:
+    def send(
+        self,
+        client: bytes,
+        number: int,
+        error: str | None,
+        message: Message,
+        buffer: str | None = None,
+    ) -> None:
         """Send a reply; :class:`Request` calls this, in any thread."""
-        self._replies.append([client, *_encode([self._token, number, error], message)])
+        frames: list[Bytes] = []
+        if buffer is None or not self._buffers.write(buffer, message.blocks):
+            buffer, frames = None, _frames(message.blocks)
+        head = _pack_head([self._token, number, error], message, buffer)
+        self._replies.append([client, head, *frames])
         self._open.discard((client, number))
+        self._wakeup.set()
+
+    def handle_later(self, request: Request, handle: Callable[[Request], None]) -> None:
+        """Handle a request in the thread of the server; :class:`Request` calls this."""
+        self._later.append((request, handle))
         self._wakeup.set()
 
     def close(self) -> None:
@@ -178,6 +213,8 @@ class RequestServer:
                 ready = dict(poller.poll(1000))
                 if self._wakeup.fileno() in ready:
                     self._wakeup.clear()
+                while self._later:
+                    self._answer(*self._later.popleft())
                 if self._socket in ready:
                     self._receive()
                 self._send_replies()
@@ -196,24 +233,29 @@ class RequestServer:
                 return
             try:
                 client, *parts = (frame.buffer for frame in frames)
-                (token, number, method), message = _decode(parts)
+                (token, number, method), arguments, sizes, buffer = _read_head(parts)
+                message = Message(arguments, _read_blocks(sizes, parts[1:]))
                 if token != self._token or type(number) is not int or type(method) is not str:
                     raise DataError("not a request to this server")
             except Exception as error:  # foreign bytes may cause any error
                 self._malformed.count_dropped(error)
                 continue
             id_ = bytes(client)
-            request = Request(self, id_, number, method, message)
+            request = Request(self, id_, number, method, message, buffer)
             if method == PING:
                 request.reply({"open": [n for other, n in list(self._open) if other == id_]})
                 continue
             if (id_, number) in self._open:
                 continue  # sent again, although it has arrived
             self._open.add((id_, number))
-            try:
-                self._handle(request)
-            except Exception as error:
-                request.reject(f"{type(error).__name__}: {error}")
+            self._answer(request, self._handle)
+
+    def _answer(self, request: Request, handle: Callable[[Request], None]) -> None:
+        try:
+            handle(request)
+        except Exception as error:
+            request.reject(f"{type(error).__name__}: {error}")
+        self._send_replies()
 
     def _send_replies(self) -> None:
         while self._replies:
@@ -252,8 +294,11 @@ class RequestClient:
         self._host: HostPointer | None = None
         self._address = ""
         self._number = 0
-        self._open: dict[int, list[Block]] = {}
-        """Frames of the requests without a reply, by number."""
+        self._open: dict[int, _OpenRequest] = {}
+        """Requests without a reply, by number."""
+        self._buffers = ReplyBuffers()
+        self._borrowed: str | None = None
+        """The buffer with the blocks of the last reply."""
         self._last_heard = self._last_ping = 0.0
         self._unanswered_ping: float | None = None
         """Time of the first ping since the last message; None: there was none."""
@@ -271,9 +316,18 @@ class RequestClient:
         return self.receive()[1]
 
     def send(
-        self, method: str, arguments: Mapping[str, Any] = {}, blocks: Sequence[Block] = ()
+        self,
+        method: str,
+        arguments: Mapping[str, Any] = {},
+        blocks: Sequence[Block] = (),
+        *,
+        use_shared_memory: bool = False,
     ) -> int:
         """Send a request and return its number.
+
+        Args:
+            use_shared_memory: let the blocks of a large reply come in shared memory, if the server
+                is on this machine.
 
         Raises:
             ChannelFailed: there is no server.
@@ -283,8 +337,12 @@ class RequestClient:
         if not self._open:
             self._last_heard = time.monotonic()
         self._number += 1
-        frames = _encode([host.token, self._number, method], Message(dict(arguments), blocks))
-        self._open[self._number] = frames
+        is_local = use_shared_memory and host.memory == shared_memory_id()
+        buffer = self._buffers.take() if is_local else None
+        message = Message(dict(arguments), blocks)
+        head = _pack_head([host.token, self._number, method], message, buffer)
+        frames = [head, *_frames(blocks)]
+        self._open[self._number] = _OpenRequest(frames, buffer)
         self._send(socket, frames)
         return self._number
 
@@ -309,6 +367,9 @@ class RequestClient:
         socket, host = self._socket, self._host
         if socket is None or host is None:
             raise self._failed("no request was sent")
+        if self._borrowed is not None:
+            self._buffers.release(self._borrowed)
+            self._borrowed = None
         poller = zmq.Poller()
         for source in (socket, self._wakeup):
             poller.register(source, zmq.POLLIN)
@@ -328,7 +389,8 @@ class RequestClient:
                 continue
             frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
             try:
-                (token, number, error), reply = _decode(frames)
+                (token, number, error), arguments, sizes, buffer = _read_head(frames)
+                blocks = _read_blocks(sizes, frames[1:]) if buffer is None else []
             except Exception as error:  # foreign bytes may cause any error
                 self._malformed.count_dropped(error)
                 continue
@@ -337,12 +399,17 @@ class RequestClient:
             self._last_heard, self._unanswered_ping = time.monotonic(), None
             if number == 0:
                 # The server replies in order, so these requests were lost.
-                for lost in self._open.keys() - set(reply.arguments["open"]):
-                    self._send(socket, self._open[lost])
-            elif self._open.pop(number, None) is not None:
+                for lost in self._open.keys() - set(arguments["open"]):
+                    self._send(socket, self._open[lost].frames)
+            elif (request := self._open.pop(number, None)) is not None:
+                if buffer is not None and buffer == request.buffer:
+                    blocks = [*self._buffers.read(buffer, sizes)]
+                    self._borrowed = buffer
+                elif request.buffer is not None:
+                    self._buffers.release(request.buffer)
                 if error is not None:
                     raise RequestRejected(f"{self._pointer.name}: {error}", number)
-                return number, reply
+                return number, Message(arguments, blocks, self._borrowed is not None)
 
     def _check_server(self, socket: zmq.Socket[bytes], host: HostPointer) -> None:
         """Ping the server if it is silent.
@@ -363,11 +430,12 @@ class RequestClient:
                 raise self._failed("its process has ended")
             self._last_ping = now
             self._unanswered_ping = self._unanswered_ping or now
-            self._send(socket, _encode([host.token, 0, PING], Message({})))
+            self._send(socket, [_pack_head([host.token, 0, PING], Message({}), None)])
 
     def close(self) -> None:
         """Close the connection."""
         self._disconnect()
+        self._buffers.close()
         self._context.term()
         self._wakeup.close()
 
@@ -395,12 +463,15 @@ class RequestClient:
         return self._socket, host
 
     @staticmethod
-    def _send(socket: zmq.Socket[bytes], frames: list[Block]) -> None:
+    def _send(socket: zmq.Socket[bytes], frames: list[Bytes]) -> None:
         # A request that a full or broken connection drops is sent again after the next ping.
         with contextlib.suppress(zmq.Again):
             socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) < 2)
 
     def _disconnect(self) -> None:
+        for request in self._open.values():
+            if request.buffer is not None:
+                self._buffers.drop(request.buffer)
         self._open.clear()
         if self._socket is not None:
             self._socket.close(linger=0)
@@ -411,57 +482,75 @@ class RequestClient:
         return ChannelFailed(f"{self._pointer.name}: {reason}")
 
 
-def _encode(head: list[Any], message: Message) -> list[Block]:
-    """Return the frames of a message. Small blocks share frames, because each frame costs time."""
-    sizes = [len(block) for block in message.blocks]
+class _OpenRequest(NamedTuple):
+    """The frames of a request without a reply, and the name of its buffer."""
+
+    frames: list[Bytes]
+    buffer: str | None
+
+
+def _pack_head(head: list[Any], message: Message, buffer: str | None) -> bytes:
+    """Return the first frame of a message."""
+    sizes = [sum(map(len, pieces_of(block))) for block in message.blocks]
     if sum(sizes) > MAX_MESSAGE_BYTES:
         raise DataError(f"a message of {sum(sizes)} bytes; at most {MAX_MESSAGE_BYTES} are sent")
-    frames: list[Block] = [msgpack.packb([*head, message.arguments, sizes])]
-    small: list[Block] = []
-    small_bytes = 0
-    for block, size in zip(message.blocks, sizes, strict=True):
+    packed: bytes = msgpack.packb([*head, message.arguments, sizes, buffer])
+    return packed
+
+
+def _frames(blocks: Sequence[Block]) -> list[Bytes]:
+    """Return frames with these blocks. Small pieces share frames, because each frame costs time."""
+    frames, small, small_bytes = list[Bytes](), list[Bytes](), 0
+    for piece in chain.from_iterable(map(pieces_of, blocks)):
+        size = len(piece)
         if small and small_bytes + size > PIECE_BYTES:
             frames.append(b"".join(small))
             small, small_bytes = [], 0
         if size <= PIECE_BYTES:
-            small.append(block)
+            small.append(piece)
             small_bytes += size
         else:
-            view = memoryview(block)
+            view = memoryview(piece)
             frames += [view[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES)]
     if small_bytes:
         frames.append(small[0] if len(small) == 1 else b"".join(small))
     return frames
 
 
-def _decode(frames: Sequence[memoryview]) -> tuple[list[Any], Message]:
-    """Return the first three values of a message, and its arguments and blocks.
+def _read_head(
+    frames: Sequence[memoryview],
+) -> tuple[list[Any], dict[str, Any], list[int], str | None]:
+    """Return the first three values of a message, its arguments, sizes and buffer.
 
     Raises:
         DataError: malformed.
     """
     content = msgpack.unpackb(frames[0])
-    if type(content) is not list or len(content) != 5 or type(content[3]) is not dict:
+    if type(content) is not list or len(content) != 6 or type(content[3]) is not dict:
         raise DataError("not a message")
-    *head, arguments, sizes = content
+    *head, arguments, sizes, buffer = content
     if any(type(size) is not int or size < 0 for size in sizes):
         raise DataError("sizes are not numbers")
-    if sum(sizes) != sum(map(len, frames[1:])):
+    if buffer is not None and type(buffer) is not str:
+        raise DataError("the name of the buffer is not text")
+    return head, arguments, sizes, buffer
+
+
+def _read_blocks(sizes: Sequence[int], frames: Sequence[memoryview]) -> list[Block]:
+    """Return the blocks that arrived in frames, without a copy.
+
+    Raises:
+        DataError: malformed.
+    """
+    if sum(sizes) != sum(map(len, frames)):
         raise DataError("sizes and frames differ")
     blocks: list[Block] = []
-    frame, later_frames = memoryview(b""), iter(frames[1:])
+    frame, later_frames = memoryview(b""), iter(frames)
     for size in sizes:
-        if size and not frame:
-            frame = next(later_frames)
-        if size <= len(frame):
-            blocks.append(frame[:size])
-            frame = frame[size:]
-            continue
-        block, end = np.empty(size, np.uint8).data, 0
-        while end < size:
+        pieces, missing = list[memoryview](), size
+        while missing:
             frame = frame or next(later_frames)
-            part, frame = frame[: size - end], frame[size - end :]
-            block[end : end + len(part)] = part
-            end += len(part)
-        blocks.append(block)
-    return head, Message(arguments, blocks)
+            pieces.append(frame[:missing])
+            frame, missing = frame[missing:], missing - len(pieces[-1])
+        blocks.append(pieces[0] if len(pieces) == 1 else pieces)
+    return blocks

@@ -28,15 +28,15 @@ DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in _KINDS}
 
 
 class EncodedRecord:
-    """A record that is ready to be written: its packed header, and its arrays without a copy.
+    """A record that is ready to be sent: its packed header, and its arrays.
 
-    ``size`` is the number of bytes of the block.
+    Only arrays that are not contiguous are copied. ``size`` is the number of bytes of the block,
+    ``header_size`` that of its header.
     """
 
-    __slots__ = ("_arrays", "_header", "size")
+    __slots__ = ("_pieces", "header_size", "size")
 
     def __init__(self, record: Record) -> None:
-        self._arrays: list[tuple[int, np.ndarray]] = []
         arrays: list[np.ndarray] = []
         for name, value in record.info.items():
             if not isinstance(value, float | int | str):
@@ -49,26 +49,31 @@ class EncodedRecord:
                 list(record.info.items()),
             )
         )
-        self._header = len(header).to_bytes(4, "little") + header
-        end = len(self._header)
+        self.header_size = len(header)
+        self._pieces: list[Any] = [len(header).to_bytes(4, "little"), header]
+        """The bytes of the block, one piece after another: bytes or arrays."""
+        end = 4 + len(header)
         for array in arrays:
             start = _aligned(end)
+            self._pieces += [bytes(start - end), array]
             end = start + array.nbytes
-            self._arrays.append((start, array))
         self.size = end
 
-    def write(self, block: np.ndarray) -> None:
-        """Copy the record into ``block`` (``uint8 [size]``, writable, contiguous)."""
-        block[: len(self._header)] = np.frombuffer(self._header, np.uint8)
-        for start, array in self._arrays:
-            end = start + array.nbytes
-            block[start:end].view(array.dtype).reshape(array.shape)[...] = array
-
-    def to_bytes(self) -> bytearray:
+    def to_bytes(self) -> bytes:
         """Return the block; gaps between arrays are zero."""
-        block = bytearray(self.size)
-        self.write(np.frombuffer(block, np.uint8))
-        return block
+        return b"".join(self._pieces)
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes of the block from ``start`` to ``stop - 1``, as views of the record."""
+        views, position = [], 0
+        for piece in self._pieces:
+            data = np.frombuffer(piece, np.uint8) if isinstance(piece, bytes) else piece
+            data = data.reshape(-1).view(np.uint8)
+            view = data[max(0, start - position) : max(0, stop - position)].data
+            if len(view):
+                views.append(view)
+            position += len(data)
+        return views
 
 
 def encode_record(record: Record) -> EncodedRecord:
@@ -85,15 +90,15 @@ def encode_record(record: Record) -> EncodedRecord:
             f"record {tuple(record.identity)} cannot be sent: {error}; "
             "records carry numeric arrays, 64-bit numbers and text"
         ) from None
-    if len(encoded._header) > MAX_HEADER_BYTES:
+    if encoded.header_size > MAX_HEADER_BYTES:
         raise DataError(
-            f"record {tuple(record.identity)}: names and scalars take {len(encoded._header)} "
+            f"record {tuple(record.identity)}: names and scalars take {encoded.header_size} "
             f"bytes, at most {MAX_HEADER_BYTES} are sent; put long text in an array"
         )
     return encoded
 
 
-def decode_record(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
+def decode_record(block: memoryview | bytes | bytearray) -> Record:
     """Return the record of a block; its arrays are read-only views of ``block``.
 
     Misaligned arrays are copied.
@@ -101,21 +106,19 @@ def decode_record(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
     Raises:
         DataError: the block was not written by :func:`encode_record`.
     """
-    data = np.frombuffer(block, np.uint8)
-    data.flags.writeable = False
     try:
-        return _decode(data)
+        return _decode(memoryview(block).toreadonly())
     except DataError:
         raise
     except Exception as error:  # foreign bytes may cause any error
         raise DataError(f"malformed record: {error}") from None
 
 
-def _decode(data: np.ndarray) -> Record:
+def _decode(data: memoryview) -> Record:
     _check(len(data) >= 4, "no header")
-    end = 4 + int.from_bytes(data[:4].tobytes(), "little")
+    end = 4 + int.from_bytes(data[:4], "little")
     _check(end <= min(len(data), MAX_HEADER_BYTES + 4), "header longer than the block")
-    header = msgpack.unpackb(data[4:end].data, use_list=False, raw=False, ext_hook=_no_extension)
+    header = msgpack.unpackb(data[4:end], use_list=False, raw=False, ext_hook=_no_extension)
     _check(_is_tuple(header, 4), "header is no list of four")
     identity, steps, context, info = header
     _check(_is_tuple(identity, 3) and all(type(i) is int for i in identity), "bad identity")
@@ -128,10 +131,11 @@ def _decode(data: np.ndarray) -> Record:
             dtype = DTYPES[dtype_name]
             _check(_is_tuple(shape) and len(shape) <= MAX_DIMENSIONS, "bad shape")
             _check(all(type(n) is int and n >= 0 for n in shape), "bad shape")
-            start = _aligned(end)
-            end = start + math.prod(shape) * dtype.itemsize
-            _check(end <= len(data), f"array {name[:40]!r} longer than the block")
-            array = data[start:end].view(dtype).reshape(shape)
+            start, count = _aligned(end), math.prod(shape)
+            end = start + count * dtype.itemsize
+            if end > len(data):
+                raise DataError(f"malformed record: array {name[:40]!r} longer than the block")
+            array = np.frombuffer(data, dtype, count, start).reshape(shape)
             group[name] = array if array.flags.aligned else array.copy()
         groups.append(group)
     _check(end == len(data), "bytes left over")
@@ -144,12 +148,12 @@ def _decode(data: np.ndarray) -> Record:
 
 
 def _describe(name: str, array: np.ndarray, arrays: list[np.ndarray]) -> tuple[Any, ...]:
-    """Append a little-endian array to ``arrays``; return its name, dtype and shape."""
+    """Append a contiguous little-endian array to ``arrays``; return its name, dtype and shape."""
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     if array.dtype.str not in DTYPES:
         raise TypeError(f"array {name!r} has element type {array.dtype}")
-    arrays.append(array)
+    arrays.append(np.ascontiguousarray(array))
     return (name, array.dtype.str, array.shape)
 
 

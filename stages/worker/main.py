@@ -266,7 +266,6 @@ class PoolWorker:
         self._weight_receiver.close()
         self._link.close()
         self._server.close()
-        self._record_server.close()
         self._worker_state.close()
 
     def _handle_request(self, request: Request) -> None:
@@ -403,7 +402,6 @@ class PoolWorker:
     def _drop_committed(self) -> None:
         """Drop live outputs that are committed and that no running stage of this worker reads."""
         dropped = self._live_store.release_committed(self._is_committed)
-        self._record_server.drop_outputs(dropped)
         self._publisher.drop_outputs(dropped)
         self._fetcher.drop_outputs(dropped)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlinf.channels import requests
 from rlinf.channels.channel import Channel, ChannelFailed
+from rlinf.channels.reply_buffers import join
 from rlinf.channels.requests import Message, RequestClient
 from rlinf.channels.wire_format import decode_record, encode_record
 from rlinf.data.record import Record
@@ -75,7 +76,7 @@ class PolicyClient(Channel):
         self._worker = ""
         self._client: RequestClient | None = None
         self._ctx: StageContext | None = None
-        self._blocks: dict[int, bytearray] = {}
+        self._blocks: dict[int, bytes] = {}
         """Encoded observations without actions, by number of the request."""
         self._was_served = False
         self._lost_reason: str | None = None
@@ -138,7 +139,7 @@ class PolicyClient(Channel):
         if not self._was_served:
             self._note_weights(reply)
         self._was_served = True
-        return decode_record(reply.blocks[0])
+        return decode_record(join(reply.blocks[0]))
 
     def close(self) -> None:
         """End the observations of this rollout; another :meth:`rollout_iter` may send more."""
@@ -175,7 +176,7 @@ class PolicyClient(Channel):
             weights.live_output, weights.used_live = LiveOutput(), True
             weights.live_output.mark_complete(attempt)
 
-    def _act(self, block: bytearray) -> None:
+    def _act(self, block: bytes) -> None:
         """Send encoded observations; connect first if necessary."""
         while True:
             self._raise_if_ended()

@@ -23,6 +23,7 @@ from typing import Any
 
 from rlinf.channels.channel import ChannelClosed
 from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.channels.reply_buffers import join
 from rlinf.channels.requests import Request
 from rlinf.channels.wire_format import decode_record, encode_record
 from rlinf.config import RunConfig
@@ -90,7 +91,7 @@ class PolicySession:
                 self.finished_clients.add(str(request.arguments["client"]))
                 request.reply({"spans": self._finished_spans(), "host": os.uname().nodename})
             elif request.method == ACT:
-                observations = decode_record(request.blocks[0])
+                observations = decode_record(join(request.blocks[0]))
                 self.open_requests[_first_sample(observations)] = request
                 self.observations.append(observations)
                 self.serving_since = self.serving_since or time.time()

@@ -483,12 +483,22 @@ class WeightFetch(Fetch):
     has_ended = False
 
     def __init__(self, order: FetchWeights, name: str, receiver: WeightReceiver) -> None:
+        # Two stages may order the same weights for different groups, and each group needs all of
+        # its members.
         super().__init__(order.output, WEIGHTS, (order.transport, *order.members))
         self.order, self._name, self._receiver = order, name, receiver
         self._attempt: str | None = None
         """The attempt of the last version."""
+        self._is_open = False
+        """Whether a request has no reply."""
 
-    def arguments(self) -> dict[str, Any]:
+    def restart(self) -> None:
+        self._is_open = False
+
+    def next_request(self) -> dict[str, Any] | None:
+        if self._is_open:
+            return None
+        self._is_open = True
         return {
             "output": self.output,
             "worker": self._name,
@@ -498,9 +508,12 @@ class WeightFetch(Fetch):
             "memory": shared_memory_id(),
         }
 
+    def advance(self, reply: Message) -> bool:
+        self._attempt, self._is_open = str(reply.arguments["attempt"]), False
+        return True
+
     def handle(self, reply: Message) -> None:
-        self._attempt = str(reply.arguments["attempt"])
-        self._receiver.receive(self.order, self._attempt, reply)
+        self._receiver.receive(self.order, str(reply.arguments["attempt"]), reply)
 
 
 class WeightReceiver:

@@ -14,6 +14,7 @@ import zmq
 
 from rlinf.channels import requests
 from rlinf.channels.channel import ChannelFailed
+from rlinf.channels.reply_buffers import join
 from rlinf.channels.requests import Request, RequestClient, RequestRejected, RequestServer
 
 
@@ -57,7 +58,7 @@ def test_arguments_and_blocks_come_back(client: RequestClient, sizes: list[int])
     blocks = [random.bytes(size) for size in sizes]
     reply = client.request("echo", {"a": [1, "x", None]}, blocks)
     assert reply.arguments == {"method": "echo", "a": [1, "x", None]}
-    assert [bytes(block) for block in reply.blocks] == blocks
+    assert [bytes(join(block)) for block in reply.blocks] == blocks
 
 
 def test_an_error_of_the_handler_reaches_the_client(client: RequestClient) -> None:
@@ -184,7 +185,7 @@ def test_a_waiting_client_can_be_woken(client: RequestClient) -> None:
 @pytest.mark.parametrize("sizes", [[1] * 5000, [0, 1 << 20, 0, 7], [1 << 19, (1 << 19) - 1, 2]])
 def test_blocks_of_all_sizes_arrive_whole(client: RequestClient, sizes: list[int]) -> None:
     blocks = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
-    assert [bytes(block) for block in client.request("echo", {}, blocks).blocks] == blocks
+    assert [bytes(join(b)) for b in client.request("echo", {}, blocks).blocks] == blocks
 
 
 def test_many_clients_at_once(pointer: Path, server: RequestServer) -> None:
@@ -231,8 +232,9 @@ def test_who_has_no_key_gets_no_reply(server: RequestServer, pointer: Path) -> N
         [b""],
         [b"\xc1"],
         [b"\x90"],
-        [b"\x95\xa1t\x01\xa4echo\x80\x91\x05"],
-        [b"\x95\xa1t\x01\xa4echo\x80\x90", b"more"],
+        [b"\x96\xa1t\x01\xa4echo\x80\x91\x05\xc0"],
+        [b"\x96\xa1t\x01\xa4echo\x80\x90\xc0", b"more"],
+        [b"\x96\xa1t\x01\xa4echo\x80\x90\x07"],
     ],
 )
 def test_malformed_requests_are_dropped(

@@ -54,7 +54,7 @@ def test_records_come_back_as_they_were(record: Record) -> None:
 @settings(max_examples=150, deadline=None)
 @given(records(), st.data())
 def test_a_damaged_block_is_refused_or_another_record(record: Record, data: st.DataObject) -> None:
-    block = encode_record(record).to_bytes()
+    block = bytearray(encode_record(record).to_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         block[data.draw(st.integers(0, len(block) - 1))] = data.draw(st.integers(0, 255))
     block = block[: data.draw(st.integers(0, len(block)))] + data.draw(st.binary(max_size=9))

@@ -64,6 +64,21 @@ def test_other_members_are_another_group(
     assert "no gloo" not in caplog.text
 
 
+def test_a_worker_joins_each_group_for_which_it_has_an_order(
+    worker: Make, formed: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two stages may need the same weights on different workers."""
+    source, ranks = worker("s"), [worker(f"r{i}") for i in range(3)]
+    out = "it/0003/sync"
+    for group in (ranks[:2], ranks[1:]):
+        for each in group:
+            each.fetch("s", out, GLOO, ("s", *(member.name for member in group)))
+    source.publish(3, out)
+    assert soon(lambda: len(formed) == 6), "two groups of three members"
+    assert soon(lambda: all(rank.holds(3, out) for rank in ranks))
+    assert "no gloo" not in caplog.text
+
+
 def test_where_one_is_missing_the_others_read_from_disk(
     worker: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlinf.channels import requests
-from rlinf.channels.requests import RequestServer
+from rlinf.channels.requests import RequestClient, RequestRejected, RequestServer
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import Trajectory
@@ -27,7 +28,7 @@ from stages.layout import CHANNELS_FOLDER, worker_pointer
 from stages.live_store import LiveStore
 from stages.rollout import PolicyRunner
 from stages.worker.messages import AttemptEnded, ServePolicy, StageOrder
-from stages.worker.policy_client import PolicyClient, PolicyClients
+from stages.worker.policy_client import FINISH, PolicyClient, PolicyClients
 from stages.worker.policy_server import PolicyServer
 from stages.worker_state import ActivityTracker, WorkerState
 
@@ -288,6 +289,21 @@ def test_what_fails_there_fails_the_stage_here_with_its_code(
     assert str(error) in str(one.error)
     assert "policy-r0, which has the policy" in str(one.error)
     until(lambda: not sides.server.is_busy)
+
+
+def test_a_client_that_finishes_an_attempt_which_nobody_serves_gets_no_spans(sides: Sides) -> None:
+    pointer = worker_pointer(sides.run / CHANNELS_FOLDER, "policy-r0")
+    with contextlib.closing(RequestClient(pointer)) as client:
+        reply = client.request(FINISH, {"attempt": "unknown", "client": "sim-r0"})
+        assert reply.arguments == {"retry": True}
+        with pytest.raises(RequestRejected, match="KeyError: 'attempt'"):
+            client.request(FINISH, {"client": "sim-r0"})
+        sides.answer("sim-r0")
+        with pytest.raises(RequestRejected, match="KeyError: 'client'"):
+            client.request(FINISH, {"attempt": "first"})
+    one = sides.simulators("sim-r0", Steps(0)).ended()
+    assert one.error is None, "the malformed requests have ended nothing"
+    assert len(one.made) == 1
 
 
 def test_more_than_the_other_worker_takes_in_a_request_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.channels import requests
+from rlinf.channels import reply_buffers, requests
 from rlinf.channels.channel import ChannelFailed
 from rlinf.channels.requests import Request, RequestClient, RequestServer
 from rlinf.data.record import Record, RecordId
@@ -27,6 +28,7 @@ from stages.live_store import FetchProgress, LiveStore, RecordStream, StreamEnd
 from stages.worker import record_transfer
 from stages.worker.messages import FetchOutput
 from stages.worker.record_transfer import (
+    MAX_OPEN_REQUESTS,
     RECORDS,
     SHARED_MEMORY,
     SOCKET,
@@ -36,6 +38,7 @@ from stages.worker.record_transfer import (
     RecordServer,
     fetch_stream,
 )
+from tests.rlinf.channels.proxy import Proxy
 
 OUT, CHANNEL = "it/0000/rollout", "trajectories"
 PRODUCER = """
@@ -88,7 +91,6 @@ class Worker:
     def close(self) -> None:
         self.fetcher.close()
         self.server.close()
-        self.served.close()
 
 
 @pytest.fixture
@@ -153,7 +155,7 @@ def test_who_asks_late_gets_what_was_made_and_what_comes(
     worker: Callable[[str], Worker], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage that is started again while its input is still being made need not wait for all."""
-    monkeypatch.setattr(record_transfer, "MIN_SEGMENT_BYTES", 0)
+    monkeypatch.setattr(reply_buffers, "MIN_BUFFERED_BYTES", 0)
     before = segments()
     producer, early, late, last = (worker(name) for name in ("p", "e", "l", "x"))
     early.fetch("p", transport=transport)
@@ -169,7 +171,8 @@ def test_who_asks_late_gets_what_was_made_and_what_comes(
     for consumer in (early, late, last):
         assert until(lambda consumer=consumer: consumer.stream.is_complete(range(2001)))
         assert consumer.samples() == list(range(2000)), "each once"
-    assert segments() == before, "shared memory that was read is freed"
+        consumer.fetcher.close()
+    assert segments() == before, "shared memory goes with its client"
 
 
 def test_records_are_fetched_once_although_several_stages_need_them(
@@ -178,7 +181,7 @@ def test_records_are_fetched_once_although_several_stages_need_them(
     producer, consumer = worker("p"), worker("c")
     cursors: list[int] = []
     handle = producer.served.handle
-    producer.server._handle = lambda r: (cursors.append(r.arguments["cursor"]), handle(r))[1]
+    producer.server._handle = lambda r: (cursors.append(r.arguments["position"][0]), handle(r))[1]
     consumer.fetch("p")
     consumer.fetch("p")
     producer.stream.put(number(0))
@@ -187,7 +190,8 @@ def test_records_are_fetched_once_although_several_stages_need_them(
     assert until(lambda: consumer.stream.is_complete(range(99)))
     consumer.fetch("p")
     time.sleep(0.2)
-    assert cursors == [0, 1], "neither while the first fetch goes on nor afterwards"
+    # The second request was sent before the record was read, so the end takes a third one.
+    assert cursors == [0, 1, 1], "neither while the first fetch goes on nor afterwards"
 
 
 def test_a_rank_serves_only_what_it_has_produced(worker: Callable[[str], Worker]) -> None:
@@ -201,7 +205,7 @@ def test_a_rank_serves_only_what_it_has_produced(worker: Callable[[str], Worker]
     for each in ranks:
         assert until(lambda each=each: each.stream.is_complete(range(99)))
         assert sorted(each.samples()) == list(range(9))
-        own = each.stream.read_own(0, 99, lambda: None)
+        own = each.stream.read_own(0, 99, (0, 0), lambda: None)
         assert own is not None
         assert len(own.records) == 3
 
@@ -211,6 +215,7 @@ def test_large_records_arrive_whole_and_outlive_what_brought_them(
     worker: Callable[[str], Worker], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr(record_transfer, "MAX_LOCAL_REPLY_BYTES", 1 << 19)
     before = segments()
     producer, consumer = worker("p"), worker("c")
     consumer.fetch("p", transport=transport)
@@ -219,6 +224,8 @@ def test_large_records_arrive_whole_and_outlive_what_brought_them(
         producer.stream.put(Record(RecordId(0, sample), {"actions": np.zeros(1)}, {"image": image}))
     producer.stream.finish(StreamEnd(12))
     assert until(lambda: consumer.stream.is_complete(range(99)))
+    assert len(segments() - before) <= MAX_OPEN_REQUESTS + 1, "shared memory is used again"
+    consumer.fetcher.close()
     assert segments() == before
     for record in consumer.stream.read(range(12)):
         image = record.context["image"]
@@ -235,8 +242,8 @@ def test_records_come_by_socket_where_shared_memory_is_full(
     def create(name: str, size: int) -> None:
         raise error
 
-    monkeypatch.setattr(record_transfer, "MIN_SEGMENT_BYTES", 0)
-    monkeypatch.setattr(record_transfer, "create_segment", create)
+    monkeypatch.setattr(reply_buffers, "MIN_BUFFERED_BYTES", 0)
+    monkeypatch.setattr(reply_buffers, "create_segment", create)
     producer, consumer, other = worker("p"), worker("c"), worker("d")
     for each in (consumer, other):
         each.fetch("p", transport=SHARED_MEMORY)
@@ -244,11 +251,12 @@ def test_records_come_by_socket_where_shared_memory_is_full(
     producer.stream.put(number(0))  # answers both, in this thread
     for each in (consumer, other):
         assert until(lambda each=each: each.samples() == [0])
-    assert "records are sent by socket" in caplog.text
+    assert "replies come by socket" in caplog.text
     assert "no room" in caplog.text
 
 
-def test_small_records_take_no_segments(worker: Callable[[str], Worker]) -> None:
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_records_keep_no_shared_memory(worker: Callable[[str], Worker], size: int) -> None:
     """Their arrays would keep a mapping each, of which a process can have only so many."""
 
     def mappings() -> int:
@@ -257,9 +265,9 @@ def test_small_records_take_no_segments(worker: Callable[[str], Worker]) -> None
     before, (producer, consumer) = mappings(), (worker("p"), worker("c"))
     consumer.fetch("p", transport=SHARED_MEMORY)
     for sample in range(50):
-        producer.stream.put(number(sample))
+        producer.stream.put(Record(RecordId(0, sample), {"actions": np.full(size, sample)}))
         assert until(lambda sample=sample: len(consumer.samples()) == sample + 1)
-    assert mappings() <= before
+    assert mappings() <= before + 2 * (MAX_OPEN_REQUESTS + 1)
 
 
 def test_a_reply_that_makes_no_sense_is_left_to_the_disk(
@@ -281,6 +289,27 @@ def test_a_reply_that_makes_no_sense_is_left_to_the_disk(
     producer.store.output(OUT).stream(work_item_channel("one")).put(number(1))
     consumer.fetch("p", work_item="one")
     assert until(lambda: consumer.samples() == [1])
+
+
+def test_a_record_that_could_not_be_read_counts_as_missing(
+    worker: Callable[[str], Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next order fetches it, and its producer does not count it as fetched."""
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p")
+    producer.stream.put(number(0))
+    assert until(lambda: consumer.samples() == [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(record_transfer, "decode_record", lambda block: block[0].nothing)
+        producer.stream.put(number(1))
+        assert until(lambda: "read from disk instead" in caplog.text)
+    producer.stream.finish(StreamEnd(2))
+    assert not producer.stream.wait_until_fetched(lambda: False, 0.3)
+    consumer.fetch("p")
+    assert until(lambda: consumer.samples() == [0, 1])
+    assert producer.stream.wait_until_fetched(lambda: False, 20)
 
 
 def test_a_thread_without_fetches_ends_and_another_one_starts(
@@ -319,21 +348,26 @@ def test_a_slow_large_record_goes_on_where_it_was_interrupted(
         each.put(record)
     progress = FetchProgress()
     reader = RecordReader(OUT, CHANNEL, progress)
-    replies: list[dict[str, Any]] = []
     found: list[Record] = []
+
+    def request(client: RequestClient) -> dict[str, Any]:
+        arguments = reader.next_request()
+        assert arguments is not None
+        reply = client.request(RECORDS, arguments)
+        if reader.advance(reply):
+            found.extend(reader.read(reply))
+        return reply.arguments
+
     with contextlib.closing(RequestClient(worker_pointer(tmp_path, "p"))) as first:
         for _ in range(3):
-            reply = first.request(RECORDS, reader.arguments())
-            found += reader.read(reply)
-    assert reader.arguments()["offset"] == 3 << 10
+            request(first)
+    reader.restart()
     with contextlib.closing(
         RequestClient(worker_pointer(tmp_path, "q" if replaced else "p"))
     ) as second:
+        assert request(second)["position"] == [0, 0 if replaced else 3 << 10]
         while not found:
-            reply = second.request(RECORDS, reader.arguments())
-            replies.append(reply.arguments)
-            found += reader.read(reply)
-    assert replies[0]["offset"] == (0 if replaced else 3 << 10)
+            request(second)
     assert progress.cursor == 1
     np.testing.assert_array_equal(found[0].steps["actions"], record.steps["actions"])
 
@@ -417,10 +451,14 @@ def test_a_work_item_is_over_only_once_somebody_has_all_of_it(
     item = worker("g").store.output(OUT).stream("x")
     item.put(number(0))
     item.finish(StreamEnd(1))
-    assert item.read_own(0, 9, lambda: None) is not None, "cursors for, but perhaps not arrived"
+    assert item.read_own(0, 9, (0, 0), lambda: None) is not None, (
+        "cursors for, but perhaps not arrived"
+    )
     assert not item.wait_until_fetched(lambda: True, 20)
     assert not item.wait_until_fetched(lambda: False, 0.1)
-    assert item.read_own(1, 9, lambda: None) == ([], StreamEnd(1))
+    assert item.read_own(1, 9, (0, 0), lambda: None) == ([], False, None), "asked ahead"
+    assert not item.wait_until_fetched(lambda: False, 0.1)
+    assert item.read_own(1, 9, (1, 0), lambda: None) == ([], True, StreamEnd(1))
     assert item.wait_until_fetched(lambda: False, 0.1)
 
 
@@ -452,10 +490,11 @@ def test_records_of_outputs_on_disk_are_let_go_by_both_sides(
     consumer.fetch("p")
     producer.stream.put(number(0))
     assert until(lambda: len(consumer.stream) == 1)
+    assert until(lambda: bool(producer.stream._callbacks)), "it has asked for more"
     held = weakref.ref(producer.store.output(OUT).available_records(CHANNEL)[0])
     (thread,) = consumer.fetcher._threads.values()
     assert thread._fetches
-    producer.served.drop_outputs(producer.store.release_committed(lambda _: True))
+    producer.store.release_committed(lambda _: True)
     assert until(lambda: held() is None)
     assert until(lambda: not thread._fetches), "the consumer knows that no more comes"
     consumer.fetch("p")
@@ -473,3 +512,63 @@ def test_an_invalid_output_is_no_longer_served(worker: Callable[[str], Worker]) 
     (thread,) = consumer.fetcher._threads.values()
     assert until(lambda: not thread._fetches)
     assert consumer.samples() == [0]
+
+
+def test_an_output_that_is_produced_again_is_fetched_again(worker: Callable[[str], Worker]) -> None:
+    """The worker may have dropped the output before another attempt produced it."""
+    producer, consumer = worker("p"), worker("c")
+    consumer.fetch("p")
+    assert until(lambda: bool(producer.stream._callbacks))
+    producer.store.release_committed(lambda _: True)
+    (thread,) = consumer.fetcher._threads.values()
+    assert until(lambda: not thread._fetches)
+    producer.stream.put(number(3))
+    consumer.fetch("p")
+    assert until(lambda: consumer.samples() == [3])
+
+
+def test_parts_of_a_large_record_may_arrive_in_another_order(
+    tmp_path: Path, worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose reply was lost is sent again, behind later ones."""
+    monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 10)
+    record = Record(RecordId(0, 7), {"actions": np.arange(1 << 10)})
+    worker("p").stream.put(record)
+    reader = RecordReader(OUT, CHANNEL, FetchProgress())
+    found: list[Record] = []
+    with contextlib.closing(RequestClient(worker_pointer(tmp_path, "p"))) as client:
+        while not found:
+            requests = list(iter(reader.next_request, None))
+            replies = [
+                client.request(RECORDS, each) for each in requests if each["position"][0] == 0
+            ]
+            for reply in reversed(replies):
+                if reader.advance(reply):
+                    found += reader.read(reply)
+    np.testing.assert_array_equal(found[0].steps["actions"], record.steps["actions"])
+
+
+def test_a_large_record_on_a_slow_network_goes_on_where_the_connection_broke(
+    tmp_path: Path, worker: Callable[[str], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PING_S", 0.2)
+    monkeypatch.setattr(record_transfer, "MAX_REPLY_BYTES", 1 << 16)
+    monkeypatch.setattr(record_transfer, "RETRY_S", 0.05)
+    producer, consumer = worker("p"), worker("c")
+    positions: list[int] = []
+    handle = producer.served.handle
+    producer.server._handle = lambda r: (positions.append(r.arguments["position"][1]), handle(r))[1]
+    pointer = worker_pointer(tmp_path, "p")
+    values = json.loads(pointer.read_text())
+    ip, port = values["addresses"][0].removeprefix("tcp://").split(":")
+    wire = Proxy((ip, int(port)), cut_after=300_000, bytes_per_s=2e6)
+    pointer.write_text(json.dumps({**values, "addresses": [f"tcp://127.0.0.1:{wire.port}"]}))
+    image = np.random.default_rng(0).integers(0, 255, 1 << 20, np.uint8)
+    producer.stream.put(Record(RecordId(0, 0), context={"image": image}))
+    consumer.fetch("p")
+    assert until(lambda: consumer.samples() == [0], 30)
+    (record,) = consumer.stream.read(range(1))
+    np.testing.assert_array_equal(record.context["image"], image)
+    assert wire.cuts >= 2
+    assert positions.count(0) <= 2, "the first part was sent once, or again after the first cut"
+    wire.close()

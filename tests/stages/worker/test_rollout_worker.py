@@ -9,6 +9,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -16,7 +17,9 @@ from pipeline.commands.experiment import compose, prepare_run, run_sft
 from rlinf.artifacts import MANIFEST, read_manifest
 from rlinf.channels.requests import RequestServer
 from rlinf.config import RunConfig
-from rlinf.errors import EXIT_REQUEUE, UpstreamFailed
+from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
+from rlinf.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, UpstreamFailed
 from stages.device_schedule import DeviceSchedule
 from stages.factory import WEIGHTS
 from stages.layout import (
@@ -192,6 +195,26 @@ def test_a_work_item_whose_trajectories_nobody_fetches_goes_back(
     assert "w has not fetched all trajectories" in bench.report(EXIT_REQUEUE).reason
     channel = work_item_channel("lonely")
     assert not bench.store.output(OUT).has_stream(channel), "nothing is kept"
+
+
+def test_a_work_item_whose_trajectories_cannot_be_sent_ends_with_the_error(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receiver would wait for them in vain."""
+    to_record = Trajectory.to_record
+
+    def with_object(self: Trajectory) -> Record:
+        record = to_record(self)
+        record.steps["unknown"] = np.array([object()] * len(record))
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trajectory, "to_record", with_object)
+        bench.generate("damaged", 0)
+        reason = bench.report(EXIT_BAD_INPUT).reason
+    assert "cannot be sent: array 'unknown' has element type object" in reason
+    bench.generate("sound", 1)
+    assert not bench.report().reason, "the next work item is not affected"
 
 
 def test_a_work_item_that_its_collector_no_longer_needs_is_over(bench: Bench) -> None:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from rlinf.artifacts import Manifest, commit_output, content_digest
-from rlinf.channels.requests import Message, RequestClient, RequestServer
+from rlinf.channels.requests import Message, RequestClient, RequestRejected, RequestServer
 from rlinf.errors import RequeueRequested, WeightTransferError
 from stages.context import StageInput
 from stages.factory import WEIGHTS
 from stages.layout import worker_pointer
 from stages.live_store import LiveStore
+from stages.worker import weight_transfer
 from stages.worker.messages import FetchWeights
 from stages.worker.record_transfer import SHARED_MEMORY, Fetcher
 from stages.worker.weight_transfer import (
@@ -178,6 +179,28 @@ def test_requests_for_outputs_on_disk_are_dropped(worker: Make) -> None:
     source.publish(3)
     time.sleep(0.2)
     assert not there.arrived
+
+
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_a_request_that_is_dropped_is_rejected(
+    worker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_crowded: bool
+) -> None:
+    """Its worker would wait for a reply that never comes."""
+    monkeypatch.setattr(weight_transfer, "MAX_WAITING", 2)
+    source = worker("here")
+    client = RequestClient(worker_pointer(tmp_path, "here"))
+    arguments = {"worker": "there", "transport": SHARED_MEMORY, "members": ()}
+    first = client.send(WEIGHTS, {**arguments, "output": OUT})
+    assert soon(lambda: OUT in source.publisher._waiting)
+    if is_crowded:
+        for number in range(2):
+            client.send(WEIGHTS, {**arguments, "output": f"it/{number}"})
+    else:
+        source.publisher.drop_outputs({OUT})
+    with pytest.raises(RequestRejected, match="committed") as rejected:
+        client.receive(10)
+    assert rejected.value.number == first
+    client.close()
 
 
 def test_workers_on_other_machines_read_from_disk(
