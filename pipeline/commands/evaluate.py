@@ -25,6 +25,7 @@ from pipeline.resume import OnMismatch
 from rlinf import package_paths
 from rlinf.artifacts import read_manifest, write_atomic
 from rlinf.config import RunConfig, validate
+from rlinf.envs.suite import SuiteEnvironment
 from rlinf.errors import ConfigError, InputError, did_you_mean, translate_resource_errors
 from rlinf.hydra_config import to_override_value
 from rlinf.user_code import translate_user_errors
@@ -34,6 +35,8 @@ from stages.layout import CONFIG_FILE
 SUITE_FOLDER = package_paths.ROOT / "configs" / "suite"
 GENERIC_SUITE = "data"
 """The protocol of ``--data``."""
+RESERVED_NAMES = frozenset({*RunConfig.model_fields, "score"})
+"""Names that no set may have, because overrides and metrics begin with them."""
 PAGE = Path("report") / "evaluation.html"
 """The page of an evaluation, below its run directory."""
 
@@ -89,7 +92,8 @@ def named_sets(suites: Sequence[str], data: Sequence[Path]) -> dict[str, tuple[s
     """Return protocol and file of each set by its name.
 
     Raises:
-        ConfigError: there is none, a suite is unknown or has no file, or two sets have one name.
+        ConfigError: there is none, a suite is unknown or has no file, two sets have one name, or a
+            name is reserved.
     """
     available = sorted(path.stem for path in SUITE_FOLDER.glob("*.yaml"))
     entries = []
@@ -108,6 +112,11 @@ def named_sets(suites: Sequence[str], data: Sequence[Path]) -> dict[str, tuple[s
     entries += [(_set_name(path.stem), GENERIC_SUITE, path) for path in data]
     sets: dict[str, tuple[str, Path]] = {}
     for name, suite, path in entries:
+        if name in RESERVED_NAMES:
+            raise ConfigError(
+                f"{path}: a set cannot have the name {name!r}, because the configuration or the "
+                "metrics have it already; rename the file"
+            )
         if name in sets:
             raise ConfigError(
                 f"{path}: the set {name!r} is already that of {sets[name][1]}; rename the file"
@@ -178,15 +187,26 @@ def complete_sizes(values: dict[str, Any]) -> dict[str, Any]:
     response.
 
     Raises:
-        ConfigError, DataError: model or sets are invalid.
+        ConfigError, DataError: model or sets are invalid, or the samples of a set are longer than
+            the model allows.
     """
     config = validate(RunConfig, values)
-    environment, options = environment_class(config)
+    environment_cls, options = environment_class(config)
     policy, model_options = policy_class(config)
-    processor = policy.check_spec(model_options, environment.model_spec(options))
-    size = environment.task_size(options, processor)
-    horizon = max(settings.horizon for settings in options.sets.values())
-    evaluate = {**values["evaluate"], "samples": size.test, "horizon": horizon}
+    processor = policy.check_spec(model_options, environment_cls.model_spec(options))
+    environment = environment_cls(options, processor)
+    assert isinstance(environment, SuiteEnvironment), "the experiment sets the task"
+    horizons = {name: settings.horizon for name, settings in options.sets.items()}
+    positions = policy.max_model_len(model_options)
+    for name, prompt in environment.longest_prompts.items():
+        if positions is not None and prompt + horizons[name] > positions:
+            raise ConfigError(
+                f"{name}.horizon: prompts of up to {prompt} tokens and {horizons[name]} new ones "
+                f"do not fit into the {positions} positions of the model; set "
+                f"{name}.horizon={max(1, positions - prompt)} or less"
+            )
+    samples, horizon = len(environment.attempts), max(horizons.values())
+    evaluate = {**values["evaluate"], "samples": samples, "horizon": horizon}
     return {**values, "evaluate": evaluate}
 
 
@@ -227,7 +247,7 @@ def show_comparison(left: Path, right: Path) -> dict[str, SetComparison]:
     """
     results = EvaluationResult.load(left), EvaluationResult.load(right)
     comparisons = compare_results(*results)
-    table = Table("set", str(left), str(right), "difference", "95 % interval", box=SIMPLE_HEAD)
+    table = Table("set", "left", "right", "difference", "95 % interval", box=SIMPLE_HEAD)
     for name, values in comparisons.items():
         interval = values.difference.interval
         table.add_row(
@@ -238,6 +258,9 @@ def show_comparison(left: Path, right: Path) -> dict[str, SetComparison]:
             "" if interval is None else f"{100 * interval[0]:+.1f} to {100 * interval[1]:+.1f}",
         )
     console = create_console()
+    # Paths are too long for the head of a column.
+    for side, path in (("left", left), ("right", right)):
+        console.print(f"{side}: {path}", soft_wrap=True)
     console.print(table)
     for name in comparisons:
         a, b = (result.sets[name].prompts_digest for result in results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rlinf.errors import ConfigError, InputError
 from rlinf.rewards.math_grader import CROSS_CHECK_DISAGREEMENTS, CROSS_CHECKS
 from stages.factory import WEIGHTS, environment_class, policy_class
 from stages.flow import EVALUATE, flow_of
-from stages.identity import CodeSnapshot
+from stages.identity import FILE_PREFIX, CodeSnapshot
 from stages.layout import setup_stage_folder, stage_folder
 
 RESULT_FILE = "evaluation.json"
@@ -37,7 +37,7 @@ RESULT_FILE = "evaluation.json"
 FORMAT = 1
 PROTOCOL_KEYS_LEFT_OUT = frozenset({"train", "test", "grader_workers", "timeout_s"})
 """Keys of a set's task that are no part of its protocol: places, and limits of the grader. The
-content of the test file is part of it."""
+contents of the test file, and of the file with few-shot examples, are part of it."""
 CROSS_CHECK_METRICS = (CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS)
 """Counts that are no failures."""
 
@@ -64,7 +64,7 @@ class SetResult(_Model):
     failures: dict[str, int]
     """Number of responses that the grader could not grade, by kind; they score 0."""
     protocol: dict[str, Any]
-    """The settings of the set, without paths, and the digest of its test file."""
+    """The settings of the set, without paths, and the digests of its files."""
     protocol_digest: str
     """Digest of ``protocol``; results are comparable only if it is equal."""
     prompts_digest: str
@@ -147,8 +147,9 @@ def read_evaluation(run: Run) -> EvaluationResult:
     sets = {}
     for name, settings in environment.config.sets.items():
         own = [trajectory for trajectory in trajectories if trajectory.task == name]
-        file_digest = snapshot.files.get(f"file:task.sets.{name}.task.test", "")
-        sets[name] = _set_result(name, settings, own, environment, manifest, file_digest)
+        prefix = f"{FILE_PREFIX}task.sets.{name}.task."
+        digests = {key: snapshot.files.get(f"{prefix}{key}", "") for key in ("test", "train")}
+        sets[name] = _set_result(name, settings, own, environment, manifest, digests)
     generation_s = _longest_span(manifest, "generate")
     tokens = sum(len(trajectory) for trajectory in trajectories)
     return EvaluationResult(
@@ -194,8 +195,9 @@ def _set_result(
     trajectories: Sequence[Trajectory],
     environment: SuiteEnvironment,
     manifest: Manifest,
-    file_digest: str,
+    file_digests: Mapping[str, str],
 ) -> SetResult:
+    """Return the results of a set; ``file_digests`` are those of its files by their keys."""
     size = settings.samples_per_problem
     num_problems = len(trajectories) // size
     ordered = sorted(trajectories, key=lambda t: (t.extra["problem"], t.extra["attempt"]))
@@ -223,8 +225,10 @@ def _set_result(
             },
         },
         "num_problems": num_problems,
-        "test_file": file_digest,
+        "test_file": file_digests["test"],
     }
+    if options.num_fewshot:
+        protocol["train_file"] = file_digests["train"]  # has the examples
     prompts = hashlib.blake2b(digest_size=16)
     for trajectory in ordered[::size]:
         prompts.update(np.asarray(trajectory.require("prompt"), np.int64).tobytes())

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from rlinf.data.array_cache import cached_arrays
-from rlinf.data.tables import convert_table, is_table
+from rlinf.data.tables import convert_table, is_table, saved_splits
 from rlinf.errors import DataError, name_key_in_memory_errors
 from rlinf.yaml_file import check_is_file, not_utf8_error
 
@@ -87,6 +87,11 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         if is_table(self.path):
             self._line_name, file = "row", convert_table(self.path, key)
         else:
+            if splits := saved_splits(self.path):
+                raise DataError(
+                    f"{key}: {path} holds the splits {', '.join(splits)}; name the folder of one, "
+                    f"such as {path / splits[0]}"
+                )
             check_is_file(path, key, DataError)
             self._line_name, file = "line", self.path
         self._file = _OpenFile(file, key)

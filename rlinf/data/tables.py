@@ -24,6 +24,8 @@ from rlinf.verified_io import is_owner_only
 PARQUET_SUFFIX = ".parquet"
 STATE_FILE = "state.json"
 """A file of every data set that ``datasets`` has saved with ``save_to_disk``."""
+SPLITS_FILE = "dataset_dict.json"
+"""A file of every ``DatasetDict``, whose splits are folders of saved data sets."""
 BLOCK_BYTES = 1 << 20
 BATCH_ROWS = 4096
 """Number of rows that are converted at once."""
@@ -35,6 +37,13 @@ def is_table(path: Path) -> bool:
     """Return whether a path is a Parquet file, or the folder of a saved data set."""
     is_parquet = path.suffix == PARQUET_SUFFIX and path.is_file()
     return is_parquet or (path / STATE_FILE).is_file()
+
+
+def saved_splits(path: Path) -> list[str]:
+    """Return the names of the splits in a folder that a ``DatasetDict`` was saved to."""
+    if not (path / SPLITS_FILE).is_file():
+        return []
+    return sorted(folder.parent.name for folder in path.glob(f"*/{STATE_FILE}"))
 
 
 def convert_table(path: Path, key: str) -> Path:

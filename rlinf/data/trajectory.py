@@ -25,6 +25,14 @@ from rlinf.errors import InputError
 
 STOP_REASON_ERROR = "error"
 """``stop_reason`` of a dialogue that ended by an error of a tool or of the user's code."""
+ANSWER_SEPARATOR = "\n<or>\n"
+"""Separates several reference answers, each of which is right, in the text of an answer."""
+
+
+def accepted_answers(answer: str) -> list[str]:
+    """Return the reference answers in the ``answer`` of a problem or a trajectory; each is
+    right."""
+    return answer.split(ANSWER_SEPARATOR)
 
 
 @dataclass(kw_only=True)
@@ -138,7 +146,7 @@ class Trajectory(ChannelItem):
     text: str | None = None
     """The decoded response; in a dialogue with the output of tools in brackets."""
     answer: str | None = None
-    """The task's reference answer."""
+    """The task's reference answer, or several; see :func:`accepted_answers`."""
     score: float | None = None
     """The task's score, in an evaluation; NaN: it could not be scored. None: not scored yet."""
     pixels: np.ndarray | None = None

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import Trajectory, accepted_answers
 from rlinf.envs.problem_set import (
     ChatProblem,
     ProblemSetConfig,
     ProblemSetEnvironment,
     Split,
-    accepted_answers,
     read_problems,
 )
 from rlinf.envs.text_environment import RESERVED_INFO_KEYS
 from rlinf.errors import require_package
 from rlinf.models.base import ModelSpec
+from rlinf.rewards.math_equivalence import canonical_text
 from rlinf.rewards.math_grader import MathGrader, count_outcomes
 from rlinf.rewards.math_normalization import UnparsableAnswerError
 from rlinf.rewards.math_parsing import extract_answer
@@ -99,7 +99,7 @@ class JsonlEnvironment(ProblemSetEnvironment):
     def final_answer(self, trajectory: Trajectory) -> str | None:
         text = self.reasoning_tags().strip_reasoning(str(trajectory.text))
         try:
-            return None if text is None else repr(extract_answer(text))
+            return None if text is None else canonical_text(extract_answer(text))
         except UnparsableAnswerError:
             return None
 

@@ -54,7 +54,7 @@ class MultipleChoiceConfig(ProblemSetConfig):
     holds the text, the letter or the index of the right one. The options keep their order."""
     shuffle_seed: int = Field(default=0, ge=0)
     """Seed of the order of the options."""
-    answer_pattern: str = r"(?i)answer\s*(?:is)?\s*:?\s*\**\$?\(?([A-Z])\b"
+    answer_pattern: str = r"(?i:answer\s*(?:is)?\s*:?\s*\**\$?\(?)([A-Z]\b|(?<=\()[a-z]\b)"
     """Regular expression whose last match in a response has the chosen letter as its group."""
 
     @field_validator("answer_pattern")

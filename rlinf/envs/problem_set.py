@@ -23,7 +23,7 @@ from rlinf.config import Section
 from rlinf.data.array_cache import cached_arrays
 from rlinf.data.json_lines import JsonLinesFile, count_overlap
 from rlinf.data.record import RecordId, Scalar
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import ANSWER_SEPARATOR, Trajectory, accepted_answers
 from rlinf.envs.base import RolloutRequest, TaskSize
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, did_you_mean, name_key_in_memory_errors
@@ -34,8 +34,6 @@ from rlinf.seeding import generator
 
 ROLES = ("system", "user", "assistant")
 PROMPT_PLACEHOLDER = "{prompt}"
-ANSWER_SEPARATOR = "\n<or>\n"
-"""Separates several reference answers, each of which is right, in the text of the answer."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages that may hold the assistant's reasoning."""
 
@@ -47,12 +45,18 @@ class ChatProblem:
     messages: tuple[Mapping[str, str], ...]
     """Roles and contents; the last message is the user's. A plain question is a single message."""
     answer: str
+    """The reference answer, or several; see :func:`rlinf.data.trajectory.accepted_answers`."""
     location: str
     """File and line, for error messages."""
     demonstration: str | None = None
     """The assistant's last message; None: the row of the file does not end with one."""
     info: Mapping[str, Scalar] = field(default_factory=dict)
     """Extra fields for the reward, which reads them from ``extra`` of the trajectory."""
+
+    @property
+    def reply(self) -> str:
+        """The reply that a model learns: the demonstration, or the first reference answer."""
+        return self.demonstration or accepted_answers(self.answer)[0]
 
     def with_template(self, template: str) -> ChatProblem:
         """Return the problem with its last message inserted into a template."""
@@ -145,12 +149,6 @@ def question_text(problem: ChatProblem) -> str:
 def collapse_whitespace(text: str) -> str:
     """Return the text with each run of white space replaced by one space, and none at the ends."""
     return " ".join(text.split())
-
-
-def accepted_answers(answer: str) -> list[str]:
-    """Return the reference answers in the text of :attr:`ChatProblem.answer`, each of which is
-    right."""
-    return answer.split(ANSWER_SEPARATOR)
 
 
 def text_field(item: dict[str, Any], name: str, option: str, prefix: str) -> str:
@@ -318,8 +316,8 @@ class RenderedProblem(Prompt):
     rendered: str
     """The text that the model receives."""
     demonstration: str
-    """The answer for supervised fine-tuning: the assistant's message in the row, or the reference
-    answer."""
+    """The answer for supervised fine-tuning: the assistant's message in the row, or the first
+    reference answer."""
     num_tokens: int
     """Number of tokens of ``rendered``."""
     conversation: tuple[ChatMessage, ...]
@@ -448,7 +446,7 @@ class ProblemSetEnvironment(PromptEnvironment):
             for problem in examples
             for message in (
                 *problem.with_template(config.prompt_template).messages,
-                {"role": "assistant", "content": problem.demonstration or problem.answer},
+                {"role": "assistant", "content": problem.reply},
             )
         ]
         test = self._load(self.load_problems(config, "test"), "task.test")
@@ -475,9 +473,10 @@ class ProblemSetEnvironment(PromptEnvironment):
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         environment = cls(config, processor)
-        longest = max(prompts.longest for prompts in environment._prompt_sets.values())
         return TaskSize(
-            environment.num_problems("train"), environment.num_problems("test"), longest
+            environment.num_problems("train"),
+            environment.num_problems("test"),
+            environment.longest_prompt,
         )
 
     @classmethod
@@ -487,6 +486,11 @@ class ProblemSetEnvironment(PromptEnvironment):
     def num_problems(self, split: Split) -> int:
         """Return the number of problems whose prompts are within the limit."""
         return len(self._prompt_sets.get(split, ()))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Number of tokens of the longest prompt."""
+        return max(prompts.longest for prompts in self._prompt_sets.values())
 
     def final_answer(self, trajectory: Trajectory) -> str | None:
         """Return the final answer of a response in a normalised form, so that equal answers are
@@ -619,7 +623,7 @@ class ProblemSetEnvironment(PromptEnvironment):
                 format_transcript(problem.messages),
                 problem.answer,
                 text,
-                problem.demonstration or problem.answer,
+                problem.reply,
                 length,
                 tuple(self._prompt_messages(problem)),
                 problem.location,

@@ -120,10 +120,17 @@ class SuiteEnvironment(PromptEnvironment):
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         environment = cls(config, processor)
-        longest = max(
-            e.task_size(e.config, processor).max_prompt_tokens for e in environment._sets.values()
-        )
-        return TaskSize(0, len(environment.attempts), longest)
+        horizons = {name: settings.horizon for name, settings in environment.config.sets.items()}
+        prompts = environment.longest_prompts
+        longest = max(prompts[name] + horizon for name, horizon in horizons.items())
+        # With the longest response of all sets, this is the length of the longest sample. The
+        # longest prompt may belong to a set with shorter responses.
+        return TaskSize(0, len(environment.attempts), longest - max(horizons.values()))
+
+    @property
+    def longest_prompts(self) -> dict[str, int]:
+        """Number of tokens of the longest prompt of each set."""
+        return {name: environment.longest_prompt for name, environment in self._sets.items()}
 
     @classmethod
     def max_context(cls, config: Any, horizon: int) -> int | None:

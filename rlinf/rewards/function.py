@@ -20,8 +20,8 @@ from pydantic import Field, model_validator
 
 from rlinf.config import Section
 from rlinf.data.record import Scalar
-from rlinf.data.trajectory import Trajectory
-from rlinf.errors import ConfigError, InputError, did_you_mean
+from rlinf.data.trajectory import Trajectory, accepted_answers
+from rlinf.errors import ConfigError, InputError
 from rlinf.registry import PROMPTS, RunComponents, import_user_attribute
 from rlinf.rewards.base import Reward, RewardResources, RewardResult
 
@@ -118,7 +118,8 @@ def load_function(name: str) -> Callable[..., Any]:
     """Import a function, ``module:function``.
 
     Raises:
-        ConfigError: it cannot be imported, is not callable, or has parameters that have no name.
+        ConfigError: it cannot be imported, is not callable, is a class or async, or has parameters
+            that have no name.
     """
     key = "reward.function"
     module, separator, attribute = name.partition(":")
@@ -127,6 +128,13 @@ def load_function(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = import_user_attribute(module, attribute, key)
     if inspect.isclass(function) and issubclass(function, Reward):
         raise ConfigError(f"{key}: {name} is a class of rewards; set reward.name={name} instead")
+    if inspect.isclass(function):
+        raise ConfigError(f"{key}: {name} is a class; name a function, or an object with __call__")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{key}: {name} is async, and rewards are called without an event loop; name a plain "
+            "function that calls asyncio.run"
+        )
     if not callable(function):
         raise ConfigError(f"{key}: {name} is of type {type(function).__name__}, not a function")
     try:
@@ -140,11 +148,13 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def row_of(trajectory: Trajectory) -> dict[str, Any]:
     """Return the values that a function may take by name: ``completion``, ``prompt``, ``answer``,
-    ``completion_ids``, ``truncated``, and the fields of ``task.info_fields``."""
+    ``completion_ids``, ``truncated``, and the fields of ``task.info_fields``. If a row has several
+    reference answers, ``answer`` is their list."""
+    answers = accepted_answers(str(trajectory.answer))
     known: dict[str, Any] = {
         "completion": str(trajectory.text),
         "prompt": str(trajectory.prompt_text),
-        "answer": str(trajectory.answer),
+        "answer": answers if len(answers) > 1 else answers[0],
         "completion_ids": trajectory.actions.tolist(),
         "truncated": trajectory.stop_reason == "length",
     }
@@ -185,9 +195,9 @@ def _select(
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and parameter.default is parameter.empty and parameter.name not in values:
             raise InputError(
-                f"reward.function: {name} needs {parameter.name!r}"
-                f"{did_you_mean(parameter.name, values)}; available: {', '.join(sorted(values))}. "
-                "Name further fields of the data file in task.info_fields"
+                f"reward.function: {name} needs {parameter.name!r}; available: "
+                f"{', '.join(sorted(values))}. Name further fields of the data file in "
+                "task.info_fields, or give the parameter a default"
             )
     return {key: value for key, value in values.items() if takes_all or key in parameters}
 

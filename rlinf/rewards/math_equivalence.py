@@ -518,6 +518,31 @@ def _parse_rational(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
+def canonical_text(answer: MathAnswer) -> str:
+    """Return a text that is the same for answers that differ only in how they are written.
+
+    Equal numbers have one text (``1/2``, ``0.5`` and ``50/100``), also with and without a unit and
+    ``x =``. Members of sets and lists are sorted. Formulas are compared as text without spaces, so
+    ``x+1`` and ``1+x`` differ.
+    """
+    return _canonical_part(replace(answer, name=""))
+
+
+def _canonical_part(answer: MathAnswer) -> str:
+    """Return the canonical text of a part of an answer, such as ``x = 2`` of a list."""
+    name = f"{answer.name}=" if answer.name else ""
+    if answer.items:
+        parts = [_canonical_part(item) for item in answer.items]
+        if answer.kind in ("list", "set"):
+            return name + "{" + ", ".join(sorted(parts)) + "}"
+        return f"{name}{answer.kind} {answer.text} [{', '.join(parts)}]"
+    value = _parse_rational(answer.text)
+    if value is not None:
+        return f"{name}{value}"
+    # Spaces separate words, but mean nothing in a formula.
+    return name + (answer.text if answer.kind == "words" else _unspaced(answer.text))
+
+
 def _unspaced(text: str) -> str:
     return re.sub(r"(?<=\\[a-z])\s+(?=[A-Za-z])|\s+", "", text)
 

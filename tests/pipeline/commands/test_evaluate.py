@@ -81,7 +81,10 @@ def test_sets_with_their_own_protocols_are_scored_and_compared(
     capsys.readouterr()
     comparison = show_comparison(run, other)
     assert sorted(comparison) == ["gpqa_diamond", "sums"]
-    assert "95 % interval" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "95 % interval" in shown
+    assert f"left: {run}\n" in shown
+    assert f"right: {other}\n" in shown
 
 
 def test_the_commands_evaluate_and_compare(folder: Path, tmp_path: Path) -> None:
@@ -147,6 +150,8 @@ def test_a_damaged_or_missing_result_is_named(folder: Path, tmp_path: Path) -> N
         (["gsm9k=x"], [], "unknown suite 'gsm9k'; did you mean 'gsm8k'"),
         (["gsm8k"], [], r"--suite gsm8k: name the file .* gsm8k=FILE.jsonl"),
         (["gsm8k=a"], ["gsm8k.jsonl"], "the set 'gsm8k' is already that of"),
+        ([], ["engine.jsonl"], "engine.jsonl: a set cannot have the name 'engine'"),
+        ([], ["score.jsonl"], "score.jsonl: a set cannot have the name 'score'"),
     ],
 )
 def test_sets_that_are_none_are_refused(suites: list[str], data: list[str], message: str) -> None:
@@ -165,3 +170,45 @@ def test_nothing_is_written_if_a_file_is_malformed(folder: Path, tmp_path: Path)
     assert not (tmp_path / "runs").exists()
     with pytest.raises(InputError, match="no such folder; name a model folder or a run directory"):
         run_evaluation(folder / "model-9", (), [path], [])
+
+
+def test_a_response_that_is_too_long_for_the_model_is_an_error_of_its_set(
+    folder: Path, tmp_path: Path
+) -> None:
+    long = {**ROWS[0], "Question": "Which? " * 60}
+    write(tmp_path / "gpqa.jsonl", [long])
+    suites = [f"gpqa_diamond={tmp_path / 'gpqa.jsonl'}"]
+    words = [f"run.root={tmp_path}", "gpqa_diamond.horizon=8", "gpqa_diamond.samples_per_problem=1"]
+    words += ['gpqa_diamond.task.prompt_template="{prompt}"', "model.max_model_len=512"]
+    message = r"^sums.horizon: prompts of up to \d+ tokens and 512 new"
+    with pytest.raises(ConfigError, match=message):
+        run_evaluation(folder / "model-0", suites, [folder / "sums.jsonl"], words)
+    # The longest prompt and the longest response are in different sets, and both fit.
+    words.append("sums.horizon=400")
+    _, result = run_evaluation(folder / "model-0", suites, [folder / "sums.jsonl"], words)
+    assert list(result.sets) == ["gpqa_diamond", "sums"]
+
+
+def test_other_examples_are_another_protocol(tmp_path: Path) -> None:
+    """Of two evaluations with few-shot examples, the examples must be equal."""
+    path = tmp_path / "chat"
+    path.mkdir()
+    config = CausalLMConfig(
+        architecture="llama", hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64
+    )
+    alphabet = "".join(map(chr, range(32, 127))) + "\n"
+    CausalLM.create(config, {"alphabet": alphabet}, 0, path)
+    tokenizer_file = path / "tokenizer_config.json"
+    tokenizer = json.loads(tokenizer_file.read_text())
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer_file.write_text(json.dumps({**tokenizer, "chat_template": template}))
+    write(tmp_path / "sums.jsonl", SUMS[:2])
+    results = []
+    for number in (3, 4):
+        train = tmp_path / f"train-{number}.jsonl"
+        write(train, [SUMS[number], SUMS[5]])
+        words = [f"run.root={tmp_path}", f"run.name=train-{number}", "sums.horizon=4"]
+        words += ["sums.task.num_fewshot=1", f"sums.task.train={train}"]
+        results.append(run_evaluation(path, (), [tmp_path / "sums.jsonl"], words)[0])
+    with pytest.raises(ConfigError, match="differ in train_file"):
+        show_comparison(*results)

@@ -106,6 +106,16 @@ def test_a_malformed_row_or_file_is_named(tmp_path: Path) -> None:
         JsonlEnvironment.load_problems(JsonlConfig(test=tmp_path / "missing.parquet"), "test")
 
 
+def test_the_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "state.json").write_text("{}")
+    config = JsonlConfig(train=tmp_path, test=tmp_path)
+    with pytest.raises(DataError, match=r"holds the splits test, train; name .* such as .*/test"):
+        JsonlEnvironment.load_problems(config, "train")
+
+
 def test_a_missing_nested_field_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", VERL_ROWS)
     config = JsonlConfig(test=path, prompt_field="prompt", answer_field="reward_model.truth")

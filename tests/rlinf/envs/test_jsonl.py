@@ -222,6 +222,19 @@ def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Pat
         assert record.actions.tolist() == [2, 2, 1, 99]
 
 
+def test_the_first_of_several_answers_is_shown_and_learnt(tmp_path: Path) -> None:
+    chat = Words()
+    chat.chat_template = CHAT
+    path = tmp_path / "several.jsonl"
+    rows = [{"question": "2+2?", "answer": ["4", "four", "IV"]} for _ in range(2)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = JsonlConfig(train=path, test=path, num_fewshot=1)
+    task = JsonlEnvironment(config, chat)
+    (prompt,) = task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))
+    assert prompt.model_input == "<user> 2+2? <assistant> 4 <user> 2+2? <assistant>"
+    assert [record.actions.tolist() for record in task.demonstrations(0, 0, 2)] == [[1, 99]] * 2
+
+
 GOOD = '{"question": "q", "answer": 4}\n'
 
 

@@ -73,6 +73,8 @@ def test_the_order_of_options_depends_on_the_seed_and_not_on_the_place(tmp_path:
         ("The answer is (c).", ("C", 1.0, 0)),
         ("Answer: $B$", ("B", 0.0, 0)),
         ("I think C.", (None, 0.0, 1)),
+        ("The answer is C, and the answer is a common one.", ("C", 1.0, 0)),
+        ("Answer: C\nThe other answers are wrong.", ("C", 1.0, 0)),
         ("<think>Answer: C", (None, 0.0, 1)),
     ],
 )

@@ -56,4 +56,18 @@ def positional(completion: str, /) -> float:
     return 0.0
 
 
+def any_of(completion: str, answer: list[str]) -> float:
+    assert isinstance(answer, list)
+    return float(completion in answer)
+
+
+async def waiting(completion: str) -> float:
+    return 1.0
+
+
+class Scorer:
+    def __init__(self, completion: str) -> None:
+        """A class that a function's arguments would create."""
+
+
 NOT_A_FUNCTION = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_several_functions_are_summed_with_their_weights() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("needs_more", "needs 'levels'; did you mean 'level'.*task.info_fields"),
+        ("needs_more", "needs 'levels'; available: answer, .*, level, .*task.info_fields"),
         ("text_reward", "text_reward returned str 'good' for sample 0; .* a finite number"),
         ("nan_reward", "nan_reward returned float nan for sample 0"),
         ("one_too_few", "one_too_few returned 2 values for 3 completions"),
@@ -87,6 +88,14 @@ def test_a_wrong_result_names_function_and_sample(name: str, message: str) -> No
         totals(name)
 
 
+def test_several_reference_answers_are_a_list() -> None:
+    pairs = zip(trajectories(), ["4", "four", "five"], strict=True)
+    several = [replace(item, text=text, answer="4\n<or>\nfour") for item, text in pairs]
+    config = validate(FunctionRewardConfig, {"function": f"{OWN}:any_of"}, "reward")
+    results = FunctionReward(config, RewardResources()).compute(several, [])
+    assert [result.reward for result in results] == [1, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -94,6 +103,8 @@ def test_a_wrong_result_names_function_and_sample(name: str, message: str) -> No
         (f"{OWN}:exakt", "has no 'exakt'; did you mean 'exact'"),
         (f"{OWN}:NOT_A_FUNCTION", "is of type int, not a function"),
         (f"{OWN}:positional", "parameters without a name"),
+        (f"{OWN}:Scorer", "Scorer is a class; name a function"),
+        (f"{OWN}:waiting", "waiting is async"),
         ("rlinf.rewards.task_rewards:ScoreReward", "set reward.name=rlinf.rewards"),
     ],
 )

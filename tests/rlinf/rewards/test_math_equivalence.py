@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlinf import package_paths
-from rlinf.rewards.math_equivalence import grade_response
+from rlinf.rewards.math_equivalence import canonical_text, grade_response
 from rlinf.rewards.math_grader import MathGrader
 from rlinf.rewards.math_normalization import UnparsableAnswerError
 from rlinf.rewards.math_parsing import extract_answer
@@ -266,3 +266,32 @@ def test_all_labelled_pairs_of_expressions(grader: MathGrader) -> None:
     assert len(pairs) == 500
     assert sum(pair.right for pair in pairs) == 250
     assert _agreement(grader, pairs) >= 0.995
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        (r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{\frac12}", "The answer is 0.50."),
+        (r"\boxed{18}", r"\boxed{\$18.00}", "#### 18", r"\boxed{x = 18}", "So it is 18 dollars."),
+        (r"\boxed{1,000}", r"\boxed{1000}"),
+        (r"\boxed{-\frac{3}{6}}", r"\boxed{-1/2}"),
+        (r"\boxed{1, 2}", r"\boxed{2,1}", r"\boxed{\{1.0, 2\}}"),
+        (r"\boxed{x + 1}", r"\boxed{x+1}"),
+    ],
+)
+def test_equal_answers_have_one_canonical_text(texts: tuple[str, ...]) -> None:
+    assert len({canonical_text(extract_answer(text)) for text in texts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (r"\boxed{0.33}", r"\boxed{1/3}"),
+        (r"\boxed{(1, 2)}", r"\boxed{(2, 1)}"),
+        (r"\boxed{(1, 2)}", r"\boxed{[1, 2]}"),
+        (r"\boxed{x=1, y=2}", r"\boxed{x=2, y=1}"),
+        (r"\boxed{12}", r"\boxed{1, 2}"),
+    ],
+)
+def test_different_answers_have_different_canonical_texts(left: str, right: str) -> None:
+    assert canonical_text(extract_answer(left)) != canonical_text(extract_answer(right))
