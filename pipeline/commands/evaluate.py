@@ -26,7 +26,13 @@ from rlinf import package_paths
 from rlinf.artifacts import read_manifest, write_atomic
 from rlinf.config import RunConfig, validate
 from rlinf.envs.suite import SuiteEnvironment
-from rlinf.errors import ConfigError, InputError, did_you_mean, translate_resource_errors
+from rlinf.errors import (
+    ConfigError,
+    InputError,
+    InterruptedByUser,
+    did_you_mean,
+    translate_resource_errors,
+)
 from rlinf.hydra_config import to_override_value
 from rlinf.user_code import translate_user_errors
 from stages.factory import WEIGHTS, environment_class, policy_class
@@ -73,7 +79,14 @@ def run_evaluation(
     with translate_resource_errors(), translate_user_errors():
         values = complete_sizes(compose_words(words))
         run = prepare_run(values, on_mismatch)
-        drive(run)
+        try:
+            drive(run)
+        except InterruptedByUser:
+            # Only this command writes the results, so rlinf resume would not suffice.
+            raise InterruptedByUser(
+                f"interrupted; committed results are kept in {run.folder}. Continue with the same "
+                "rlinf evaluate command"
+            ) from None
     result = read_evaluation(run)
     result.save(run.folder)
     write_page(run.folder, result)

@@ -58,7 +58,7 @@ class SetResult(_Model):
     majority: Estimate | None
     """maj@k; None: one sample per problem, or the task has no normalised answers."""
     truncated_share: float
-    """Share of samples that reached the maximum length. They count as they were graded."""
+    """Share of samples that reached the maximum length. They score 0."""
     mean_tokens: float
     """Mean number of tokens of a response."""
     failures: dict[str, int]

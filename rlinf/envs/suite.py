@@ -182,7 +182,8 @@ class SuiteEnvironment(PromptEnvironment):
             set_counts = Counter[str]()
             own = [_without_suite(trajectories[row]) for row in rows]
             for row, score in zip(rows, environment.score(own, set_counts), strict=True):
-                scores[row] = score
+                # A truncated response is wrong, even if an answer stands in it.
+                scores[row] = 0.0 if trajectories[row].stop_reason == "length" else score
             counts.update({f"{name}/{count}": number for count, number in set_counts.items()})
         return scores
 

@@ -410,7 +410,8 @@ def _check_no_unused_gpus() -> None:
         ConfigError: it did, and this node has NVIDIA's driver.
     """
     gpus = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("SLURM_JOB_GPUS")
-    if gpus and NVIDIA_DRIVER.exists():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if gpus and not is_hidden and NVIDIA_DRIVER.exists():
         raise ConfigError(
             f"device: auto: Slurm gave this job GPUs ({gpus}), but torch {torch.__version__} sees "
             "none; install a build of torch for CUDA that the driver supports (nvidia-smi shows "

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import pipeline.commands.evaluate
 from pipeline.commands.cli import app
 from pipeline.commands.evaluate import (
     model_folder,
@@ -19,7 +20,7 @@ from pipeline.commands.evaluate import (
     show_result,
 )
 from pipeline.evaluation.results import EvaluationResult
-from rlinf.errors import ConfigError, InputError
+from rlinf.errors import ConfigError, InputError, InterruptedByUser
 from rlinf.models.causal_lm import CausalLM
 from rlinf.models.causal_lm_config import CausalLMConfig
 from tests.rlinf.envs.test_multiple_choice import ROWS, write
@@ -212,3 +213,17 @@ def test_other_examples_are_another_protocol(tmp_path: Path) -> None:
         results.append(run_evaluation(path, (), [tmp_path / "sums.jsonl"], words)[0])
     with pytest.raises(ConfigError, match="differ in train_file"):
         show_comparison(*results)
+
+
+def test_after_an_interrupt_the_same_command_continues(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(run: object) -> None:
+        raise InterruptedByUser("interrupted; continue with: rlinf resume")
+
+    monkeypatch.setattr(pipeline.commands.evaluate, "drive", interrupted)
+    with pytest.raises(InterruptedByUser, match="Continue with the same rlinf evaluate command"):
+        evaluate(folder, folder / "model-0", "run.name=interrupted", sets=["sums"])
+    monkeypatch.undo()
+    _, result = evaluate(folder, folder / "model-0", "run.name=interrupted", sets=["sums"])
+    assert result.sets["sums"].num_problems == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def test_each_set_is_asked_by_its_protocol_and_graded_by_its_task(
         {"horizon": 20, "temperature": 0.6, "top_p": 0.95},
         {"horizon": 7, "temperature": 0.0},
     ]
+    truncated = replace(trajectories[0], stop_reason="length")
+    assert suite.score([truncated], Counter()) == [0.0], "even if the answer is right"
     counts = Counter[str]()
     scores = suite.score(trajectories, counts)
     by_set: dict[str, list[float]] = {}
