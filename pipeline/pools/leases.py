@@ -402,8 +402,9 @@ class LeaseManager:
         pool = lease.pool
         pool.failures = 0 if lease.num_finished else pool.failures + 1
         pool.reason = reason
-        # An elastic pool fails only if all of its workers fail.
-        generators = [other for other in self.generators if not other.is_retired]
+        # An elastic pool fails only if all of its workers fail, except those that had bad input.
+        may_work = [other for other in self.generators if other.retry_at < math.inf]
+        generators = [other for other in may_work if not other.is_retired]
         pools = [pool] if pool.slot is None else generators
         if all(other.failures > self._cluster.max_retries for other in pools):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")

@@ -209,3 +209,20 @@ def test_a_successor_that_fails_is_submitted_again_after_a_pause(jobs: Jobs) -> 
     jobs.pools[0].retry_at = 0.0
     jobs.manager.renew()
     assert jobs.submitted[3:] == ["pool-0-2"]
+
+
+def test_a_generator_with_bad_input_does_not_keep_a_failing_pool_alive(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "MIN_PAUSE_S", 0.0)
+    jobs = Jobs(compose("cluster=local"), tmp_path, ELASTIC)
+    jobs.manager.start(2)
+    jobs.connect(0)
+    jobs.states["pool-0w1-0"] = JobStatus(JobState.FAILED, EXIT_BAD_INPUT, "no such file")
+    jobs.manager.poll_jobs()
+    jobs.states["pool-0w0-0"] = JobStatus(JobState.FAILED, 1, "NonZeroExit")
+    jobs.manager.poll_jobs()
+    jobs.manager.renew()
+    jobs.states["pool-0w0-1"] = JobStatus(JobState.FAILED, 1, "NonZeroExit")
+    with pytest.raises(StageError, match="pool 0w0 failed 2 times"):
+        jobs.manager.poll_jobs()
