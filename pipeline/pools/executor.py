@@ -228,7 +228,7 @@ class PoolExecutor:
             if node.stage == flow.stages[flow.publish_stage].colocate_with:
                 pools = self._lease_manager.generators
                 leases = [pool.active_lease for pool in pools if not pool.is_retired]
-                workers = [lease.primary_worker for lease in leases if lease is not None]
+                workers = {lease.primary_worker for lease in leases if lease is not None}
                 self._autoscaler.adjust(node.iteration, workers)
         self._outcomes[node] = Outcome(report.exit_code, report.reason)
 

@@ -208,7 +208,8 @@ class LeaseManager:
 
     def find(self, worker: str) -> Lease | None:
         """Return the lease of a worker; None if the lease is no longer used."""
-        return next((lease for lease in self.leases if worker in lease.workers()), None)
+        name = worker.rpartition("-r")[0]
+        return next((lease for lease in self.leases if lease.name == name), None)
 
     def start(self, num_generators: int) -> None:
         """Submit all pools or find their running jobs. Jobs of another plan, configuration or code
@@ -225,15 +226,16 @@ class LeaseManager:
         )
 
     def scale(self, target: int) -> None:
-        """Add or retire generators until the elastic pool has ``target`` of them."""
-        generators = self.generators
-        for slot in range(len(generators), target):
-            number = generators[0].number
-            pool = PoolState(number, (), pool_resources(self._plan, number, slot), slot)
-            self._pools.append(pool)
-            self._start([pool])
-        for pool in generators[target:]:
-            pool.is_retired = True
+        """Keep the generators of the first ``target`` slots: add missing ones, retire others."""
+        generators = {pool.slot: pool for pool in self.generators}
+        for slot in range(target):
+            if slot not in generators:
+                number = self.generators[0].number
+                pool = PoolState(number, (), pool_resources(self._plan, number, slot), slot)
+                self._pools.append(pool)
+                self._start([pool])
+        for pool in generators.values():
+            pool.is_retired = pool.slot is not None and pool.slot >= target
 
     def on_joined(self, worker: str, description: dict[str, Any]) -> Lease | None:
         """Add a worker to its lease, and return the lease; None if the worker must leave."""
@@ -290,11 +292,11 @@ class LeaseManager:
             if any(pool.is_retired for pool in pools):
                 continue
             newest = [pool.leases[-1] for pool in pools if pool.leases]
-            is_missing = not newest and all(time.monotonic() >= pool.retry_at for pool in pools)
+            may_submit = all(time.monotonic() >= pool.retry_at for pool in pools)
             needs_renewal = all(lease.is_ready for lease in newest) and any(
                 lease.needs_renewal for lease in newest
             )
-            if is_missing or needs_renewal:
+            if may_submit and (not newest or needs_renewal):
                 for pool in pools:
                     pool.lease_number += 1
                 self._submit(pools)
@@ -364,10 +366,11 @@ class LeaseManager:
 
     def _disconnect(self, worker: str) -> Lease | None:
         """Remove a worker from its lease, and return the lease if it is in use."""
+        name, _, rank = worker.rpartition("-r")
         for pool in self._pools:
             for lease in [*pool.leases, *pool.abandoned]:
-                if worker in lease.workers():
-                    lease.worker_info.pop(int(worker.rpartition("-r")[2]), None)
+                if lease.name == name:
+                    lease.worker_info.pop(int(rank), None)
                     return lease if lease in pool.leases else None
         return None
 
@@ -399,8 +402,9 @@ class LeaseManager:
         pool = lease.pool
         pool.failures = 0 if lease.num_finished else pool.failures + 1
         pool.reason = reason
-        # An elastic pool fails only if all of its workers fail.
-        generators = [other for other in self.generators if not other.is_retired]
+        # An elastic pool fails only if all of its workers fail, except those that had bad input.
+        may_work = [other for other in self.generators if other.retry_at < math.inf]
+        generators = [other for other in may_work if not other.is_retired]
         pools = [pool] if pool.slot is None else generators
         if all(other.failures > self._cluster.max_retries for other in pools):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
@@ -461,7 +465,7 @@ class LeaseManager:
             for lease in list(pool.leases):
                 if not lease.is_ready:
                     pool.leases.remove(lease)
-                    self._launcher.cancel([lease.job])
+                    pool.abandoned.append(lease)
                 elif not self._is_busy(lease) and not lease.is_leaving:
                     self._dismiss(lease)
             if not pool.leases and not pool.abandoned:

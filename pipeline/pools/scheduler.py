@@ -145,8 +145,8 @@ class WorkScheduler:
         """Time at which the newest stage of each pool was added."""
         self._stages: dict[StageNode, StageItem] = {}
         """Assigned stages."""
-        self._shares: dict[str, ShareItem] = {}
-        """Assigned shares of all rollouts, by name."""
+        self._shares: dict[str, dict[str, ShareItem]] = defaultdict(dict)
+        """Assigned shares of all rollouts, by worker and name."""
         self._late_shares: dict[str, ShareItem] = {}
         """Shares of ended rollouts, whose reports may still arrive, by name."""
         self._failures = Counter[StageNode]()
@@ -181,9 +181,8 @@ class WorkScheduler:
 
     def is_busy(self, lease: Lease) -> bool:
         """Return whether a lease computes a work item, or serves the policy of one."""
-        workers = lease.workers()
         return any(lease in (item.lease, item.policy_lease) for item in self._stages.values()) or (
-            any(share.worker in workers for share in self._shares.values())
+            any(self._num_shares(worker) for worker in lease.workers())
         )
 
     def dispatch(self, now: float) -> None:
@@ -236,7 +235,7 @@ class WorkScheduler:
             return item
         share = self._late_shares.pop(report.work_item, None)
         if share is None:
-            share = self._shares.get(report.work_item)
+            share = self._shares.get(worker, {}).get(report.work_item)
             if share is None:
                 return None
             if report.exit_code:
@@ -254,6 +253,8 @@ class WorkScheduler:
         """Requeue the shares of a lost lease; return its stages, which are no longer assigned."""
         for worker in lease.workers():
             self._ready_workers.discard(worker)
+            self._weights_iteration.pop(worker, None)
+            self.speeds.forget(worker)
             self._requeue_shares(worker)
         lost = [item for item in self._stages.values() if item.lease is lease]
         for item in lost:
@@ -376,9 +377,10 @@ class WorkScheduler:
         if item.policy_lease is not None:
             reason = "the attempt of the simulators has ended"
             self._send_attempt_ended(item, self._policy_workers(item.policy_lease), reason)
-        ended = [share for share in self._shares.values() if share.node == item.node]
+        assigned = [share for shares in self._shares.values() for share in shares.values()]
+        ended = [share for share in assigned if share.node == item.node]
         for share in ended:
-            self._late_shares[share.name] = self._shares.pop(share.name)
+            self._late_shares[share.name] = self._shares[share.worker].pop(share.name)
         evict_oldest(self._late_shares, HISTORY_SIZE)
         for worker in {share.worker for share in ended}:
             self._cancel_shares(worker)
@@ -494,7 +496,7 @@ class WorkScheduler:
             limits[worker] = 0 if is_ending else min(num_early, limits[worker])
         # An engine loads from committed files.
         committed = next((rollout for rollout in rollouts if rollout.has_committed_weights), None)
-        usable = [worker for worker in limits if worker in generators or limits[worker]]
+        usable = [*generators, *(worker for worker in helpers if limits[worker])]
         for worker in usable:
             if committed and worker not in self._ready_workers and not self._num_shares(worker):
                 self._send_share(committed, worker, ())
@@ -560,9 +562,11 @@ class WorkScheduler:
 
     def _reassign_helpers(self, rollout: StageItem, helpers: Iterable[str]) -> None:
         """Order helpers to pass their last samples to generators if no start is pending."""
-        for share in self._shares.values():
-            is_last = share.node == rollout.node and bool(share.starts) and not rollout.pending
-            if is_last and share.worker in helpers and not share.is_reassigned:
+        if rollout.pending:
+            return
+        for share in [share for worker in helpers for share in self._shares[worker].values()]:
+            is_last = share.node == rollout.node and bool(share.starts)
+            if is_last and not share.is_reassigned:
                 rollout.is_ending = share.is_reassigned = True
                 self._send(share.worker, ReassignWork(work_item=share.name))
 
@@ -582,7 +586,8 @@ class WorkScheduler:
             attempt = partial.weights_attempt
         elif not rollout.has_committed_weights:
             attempt = self._live_weights[rollout.weights][worker]
-        self._shares[name] = ShareItem(name, rollout.node, worker, number, starts, attempt, partial)
+        share = ShareItem(name, rollout.node, worker, number, starts, attempt, partial)
+        self._shares[worker][name] = share
         collector, output = rollout.workers[0], rollout.order.output
         if starts:
             fetch = FetchOutput(
@@ -608,7 +613,7 @@ class WorkScheduler:
         self._send(worker, order)
 
     def _on_share_finished(self, share: ShareItem, report: WorkItemEnded) -> None:
-        del self._shares[share.name]
+        del self._shares[share.worker][share.name]
         if not share.starts:
             self._ready_workers.add(share.worker)
         unfinished = tuple(s for s in share.starts if s in report.unfinished_starts)
@@ -627,8 +632,9 @@ class WorkScheduler:
             rollout.requeue(unfinished)
 
     def _on_share_failed(self, share: ShareItem, report: WorkItemEnded) -> None:
-        self._requeue_share(share)
+        del self._shares[share.worker][share.name]
         rollout, name = self._stages[share.node], share.node.name
+        rollout.requeue(share.starts)
         # The worker may have lost the weights or its engine, or the weights were withdrawn.
         self._live_weights.get(rollout.weights, {}).pop(share.worker, None)
         rollout.has_committed_weights = False
@@ -645,15 +651,11 @@ class WorkScheduler:
         self._send(worker, CancelWork())
 
     def _requeue_shares(self, worker: str) -> None:
-        for share in [share for share in self._shares.values() if share.worker == worker]:
-            self._requeue_share(share)
-
-    def _requeue_share(self, share: ShareItem) -> None:
-        del self._shares[share.name]
-        self._stages[share.node].requeue(share.starts)
+        for share in self._shares.pop(worker, {}).values():
+            self._stages[share.node].requeue(share.starts)
 
     def _num_shares(self, worker: str) -> int:
-        return sum(share.worker == worker for share in self._shares.values())
+        return len(self._shares.get(worker, ()))
 
     def _has_weights(self, rollout: StageItem) -> bool:
         """Return whether any worker can use the weights of a rollout."""

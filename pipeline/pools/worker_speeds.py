@@ -29,6 +29,10 @@ class WorkerSpeeds:
         speed = size / max(seconds, 1e-6)
         self._speeds[worker] = (self._speeds.get(worker, speed) + speed) / 2
 
+    def forget(self, worker: str) -> None:
+        """Drop the speed of a worker that has left; the times of its shares stay."""
+        self._speeds.pop(worker, None)
+
     def speeds(self, workers: Sequence[str]) -> dict[str, float]:
         """Return starts per second by worker; unmeasured workers get the average."""
         known = [self._speeds[worker] for worker in workers if worker in self._speeds]

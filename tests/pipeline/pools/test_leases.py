@@ -173,3 +173,56 @@ def test_work_that_is_longer_than_a_lease_is_given_up(jobs: Jobs, stage: str) ->
         end(5.0)
     with pytest.raises(PlanError, match=rf"pools\[0\].*before they finished {stage}, which"):
         end(5.0)
+
+
+def test_a_generator_that_is_wanted_again_has_its_own_slot(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    jobs = Jobs(compose("cluster=local"), tmp_path, ELASTIC)
+    jobs.manager.start(4)
+    for number in range(2, 5):
+        jobs.connect(number)
+    third, last = (pool.leases[-1] for pool in jobs.manager.generators[2:])
+    jobs.busy.add(third)
+    jobs.manager.scale(2)
+    jobs.manager.renew()
+    jobs.manager.on_worker_left(last.primary_worker)
+    jobs.manager.renew()
+    assert jobs.manager.cancel_abandoned() == last.workers()
+    jobs.manager.renew()
+    assert [pool.slot for pool in jobs.manager.generators] == [0, 1, 2]
+    for _ in range(2):
+        jobs.manager.scale(4)
+        jobs.busy.clear()
+        jobs.manager.renew()
+        assert [pool.slot for pool in jobs.manager.generators] == [0, 1, 2, 3]
+    assert jobs.dismissed == last.workers(), "the third was wanted again before it could leave"
+
+
+def test_a_successor_that_fails_is_submitted_again_after_a_pause(jobs: Jobs) -> None:
+    jobs.connect(0, left_s=5.0)
+    jobs.manager.renew()
+    jobs.states["pool-0-1"] = JobStatus(JobState.FAILED, 1, "NonZeroExit")
+    jobs.manager.poll_jobs()
+    jobs.manager.renew()
+    assert jobs.submitted == ["pool-0-0", "pool-1-0", "pool-0-1"]
+    jobs.pools[0].retry_at = 0.0
+    jobs.manager.renew()
+    assert jobs.submitted[3:] == ["pool-0-2"]
+
+
+def test_a_generator_with_bad_input_does_not_keep_a_failing_pool_alive(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "MIN_PAUSE_S", 0.0)
+    jobs = Jobs(compose("cluster=local"), tmp_path, ELASTIC)
+    jobs.manager.start(2)
+    jobs.connect(0)
+    jobs.states["pool-0w1-0"] = JobStatus(JobState.FAILED, EXIT_BAD_INPUT, "no such file")
+    jobs.manager.poll_jobs()
+    jobs.states["pool-0w0-0"] = JobStatus(JobState.FAILED, 1, "NonZeroExit")
+    jobs.manager.poll_jobs()
+    jobs.manager.renew()
+    jobs.states["pool-0w0-1"] = JobStatus(JobState.FAILED, 1, "NonZeroExit")
+    with pytest.raises(StageError, match="pool 0w0 failed 2 times"):
+        jobs.manager.poll_jobs()

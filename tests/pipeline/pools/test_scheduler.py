@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from cProfile import Profile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,32 @@ def test_shares_of_an_ended_rollout_are_cancelled_and_late_reports_count(elastic
     assert elastic.scheduler.on_ended(elastic.worker(FIRST), report) is None
 
 
+def test_a_dispatch_takes_time_in_proportion_to_the_workers(tmp_path: Path) -> None:
+    def calls(generators: int) -> int:
+        """Python calls of a dispatch while all generators are busy."""
+        config, plan = elastic_experiment()
+        rollout = config.rollout.model_copy(update={"batch_size": 4 * generators})
+        pools = Pools(config.model_copy(update={"rollout": rollout}), plan, tmp_path)
+        first = pools.pools[0]
+        pools.pools += [PoolState(0, (), first.resources, i) for i in range(1, generators)]
+        pools.committed.add("sft")
+        for number in range(len(pools.pools)):
+            pools.lease(number)
+        pools.add(*[node for node in pools.graph.nodes() if node.name == "rollout/0"])
+        for worker, order in pools.dispatch():
+            assert isinstance(order, StageOrder)
+            pools.scheduler.on_collected(worker, order.node, [])
+        for worker, order in pools.dispatch():
+            pools.scheduler.on_ended(worker, WorkItemEnded(work_item=order.work_item))
+        assert sum(isinstance(order, GenerateStarts) for _, order in pools.dispatch()) > generators
+        profile = Profile()
+        profile.runcall(pools.dispatch)
+        assert not pools.sent
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(160) < 5 * calls(40)
+
+
 def test_shares_get_smaller_towards_the_end() -> None:
     speeds, pending, sizes = WorkerSpeeds(), 64, []
     while pending:
@@ -348,6 +375,8 @@ def test_speeds_are_measured_and_unknown_workers_get_the_average() -> None:
         speeds.record("slow", 4, 4.0)
         speeds.record("fast", 4, 1.0)
     assert speeds.speeds(["slow", "fast", "new"]) == {"slow": 1.0, "fast": 4.0, "new": 2.5}
+    speeds.forget("a")
+    assert speeds.speeds(["a"]) == {"a": 1.0}, "nothing is kept of workers that have left"
 
 
 # Orders of whole stages
