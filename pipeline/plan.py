@@ -352,9 +352,9 @@ def parse_plan(values: Any, label: str, flow: Flow = on_policy) -> Plan:
     if not isinstance(values, Mapping):
         raise PlanError(f"{label}: expected a mapping with 'defaults' and 'stages'")
     try:
-        plan = validate(Plan, values, label)
+        plan = validate(Plan, values, "plan")
     except ConfigError as error:
-        raise PlanError(str(error)) from None
+        raise PlanError(f"{label}{str(error).removeprefix('plan')}") from None
     stages_by_key = {
         "stages": tuple(plan.stages),
         **{f"pools[{i}].stages": pool.stages for i, pool in enumerate(plan.pools)},

@@ -190,6 +190,7 @@ RENAMED_KEYS: Mapping[str, str] = {
 release after 0.1."""
 
 REMOVED_KEYS: Mapping[str, str] = {
+    "plan.forecast.recommendations": "rlinf plan prints notes instead; delete it from the file",
     "problem.allowed": "a stage cannot run on a kind that its seconds leave out",
     "problem.kinds.wait_s": "give waits_s, the waits by number of nodes, such as {1: 600}",
     "problem.most_jobs": "limits of accounting bind only rlinf plan; remove it",

@@ -114,6 +114,19 @@ def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(
         pool_resources(plan, 0)
 
 
+def test_a_file_with_keys_of_an_older_version_is_refused_with_the_cure(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    required = {"objective": "time", "cost": 1, "iteration_s": 1, "low_s": 1, "high_s": 1}
+    forecast = {**required, "gpu_hours": 1, "recommendations": []}
+    path.write_text(yaml.safe_dump({"forecast": forecast}))
+    words = r"plan\.yaml\.forecast\.recommendations: unknown key; it was removed: .*delete it"
+    with pytest.raises(PlanError, match=words):
+        read_plan(path)
+    path.write_text("predicted: {}")
+    with pytest.raises(PlanError, match=r"plan\.yaml\.predicted: .*'forecast' now"):
+        read_plan(path)
+
+
 def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("stages: [")

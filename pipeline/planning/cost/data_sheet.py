@@ -558,7 +558,6 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
         estimated=True,
         identity=ProfileIdentity.of(config),
         samples=run.generation.samples,
-        token_budget=run.token_budget,
         weights_bytes=int(run.weights_bytes),
         lengths=tuple(int(n) for n in run.generation.lengths),
         kinds=kinds,
@@ -576,7 +575,6 @@ class _RunWork:
     """Generation of the whole batch; lengths are uniform up to the horizon (assumed)."""
     training: TrainingWorkload
     """Training on the whole batch."""
-    token_budget: int | None
     weights_bytes: float
     trainer_weights_bytes: float
     """Bytes of the weights in files, without and with a separate critic."""
@@ -632,7 +630,6 @@ class _RunWork:
                 copies=int(trainer.get("dp_replicate", 1)) if trainer_name == "fsdp" else 1,
                 optimizer_limit_bytes=_optimizer_limit_bytes(trainer_name, trainer),
             ),
-            token_budget=budget,
             weights_bytes=shape.parameters * shape.dtype_bytes,
             trainer_weights_bytes=trainer_shape.parameters * shape.dtype_bytes,
             components=components,
@@ -764,7 +761,6 @@ def _point(
         nodes=nodes,
         processes=count,
         samples=samples,
-        token_budget=None if run.components[stage] == "engine" else run.token_budget,
         time=None if failure else Measurement.of([seconds]),
         peak_memory_bytes=None if failure else int(memory_bytes),
         failure=failure,

@@ -514,7 +514,9 @@ class TimeToFinish(Objective):
         waits_s = np.array([np.max(_queue_waits(problem, pool), axis=0) for pool in gpus])
         iteration_s = total_s + interruption_s(problem, total_s, busy_s, gpus)
         if problem.are_jobs:
-            return np.asarray(self.iterations * (waits_s.sum(0) + iteration_s))
+            # Jobs that depend on the same stage wait at the same time.
+            added_s = _longest_path_s(problem, busy_s + waits_s) - _longest_path_s(problem, busy_s)
+            return np.asarray(self.iterations * (added_s + iteration_s))
         return np.asarray(waits_s.max(0) + self.iterations * iteration_s)
 
 
@@ -543,6 +545,16 @@ def interruption_s(
         run_s = busy_s[p] if problem.are_jobs else total_s
         lost_s += (rates * run_s * (_queue_waits(problem, pool) + run_s / 2) * (pool > 0)).sum(0)
     return lost_s
+
+
+def _longest_path_s(problem: PlacementProblem, seconds: Array) -> Array:
+    """Return the time ``[n]`` of the slowest chain of stages, each of which takes ``seconds``
+    ``[stages, n]`` after its inputs."""
+    finish_s = dict[str, Array]()
+    for stage, stage_s in zip(problem.stages, seconds, strict=True):
+        inputs_s = [finish_s[name] for name in stage.after]
+        finish_s[stage.name] = stage_s + np.max([np.zeros_like(stage_s), *inputs_s], axis=0)
+    return np.max(list(finish_s.values()), axis=0)
 
 
 def _queue_waits(problem: PlacementProblem, pool: Array) -> Array:

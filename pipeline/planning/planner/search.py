@@ -91,7 +91,7 @@ def solve(
         )
     order = sorted(best, key=lambda pools: (best[pools][0].cost, len(pools), pools))
     return [
-        search.solution(pools, best[pools][0], is_optimal=is_exact)
+        search.solution(pools, search.release_idle(pools, best[pools][0]), is_optimal=is_exact)
         for pools in order[:max_solutions]
     ]
 
@@ -293,6 +293,17 @@ class _Search:
                 )
         i = int(costs.argmin())
         return _Division(float(costs[i]), states[i], int(chunks[i]))
+
+    def release_idle(self, pools: PoolStages, division: _Division) -> _Division:
+        """Return the division without GPUs that do not lower the cost."""
+        for pool, kind in np.ndindex(division.gpus.shape):
+            counts = np.arange(int(division.gpus[pool, kind]) + 1)
+            states = np.repeat(division.gpus[None], len(counts), axis=0)
+            states[:, pool, kind] = counts
+            costs = self._costs(pools, states, np.full(len(counts), division.chunks))
+            fewest = int(np.argmax(costs <= division.cost * EQUAL_COST_FACTOR))
+            division = replace(division, cost=float(costs[fewest]), gpus=states[fewest])
+        return division
 
     def _exact_grid(self, pools: PoolStages) -> Iterator[Array]:
         """Yield batches of all divisions, int ``[n, pools, kinds]``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -103,8 +102,7 @@ class StageTimes:
             DATA_SHEET_PROFILE_SPREAD if profile.estimated else SINGLE_MEASUREMENT_SPREAD,
         )
         points = [p for p in devices.profile.points if p.stage == stage]
-        budgets = (None, profile.token_budget)
-        succeeded = [p for p in points if p.succeeded and p.token_budget in budgets]
+        succeeded = [p for p in points if p.succeeded]
         if not succeeded:
             reason = points[0].failure if points else "it was not measured"
             raise PlanError(f"no measurement of stage {stage!r} succeeded ({reason})")
@@ -330,11 +328,10 @@ def num_work_items(stage: str, config: RunConfig) -> int:
 def _failures_by_count(points: list[schema.ProfilePoint], profile: Profile) -> dict[int, str]:
     """Return why the stage failed, by measured number of processes; "" if the stage succeeded.
 
-    A failure with fewer samples, or with smaller micro-batches, counts for the run's batch too.
+    A failure with fewer samples counts for the run's batch too.
     """
-    budget: Any = profile.token_budget or math.inf
-    failures = {p.processes: "" for p in points if p.succeeded and p.token_budget in (None, budget)}
-    for p in points:
-        if not p.succeeded and p.samples <= profile.samples and (p.token_budget or 0) <= budget:
-            failures[p.processes] = p.failure
+    failures = {p.processes: "" for p in points if p.succeeded}
+    failures |= {
+        p.processes: p.failure for p in points if p.failure and p.samples <= profile.samples
+    }
     return failures

@@ -57,10 +57,10 @@ def memory_location(trials: Sequence[Trial]) -> MemoryLocation | None:
 def points(trial: Trial, flow: Flow = on_policy) -> list[ProfilePoint]:
     """Return the measured points of a trial. If its job had several processes, stages that always
     run in one process are omitted."""
-    timings: dict[tuple[str, int, int | None], list[StageTiming]] = defaultdict(list)
+    timings: dict[tuple[str, int], list[StageTiming]] = defaultdict(list)
     for timing in trial.samples:
         if trial.processes == 1 or not flow.all_stages[timing.stage].single_process:
-            timings[timing.stage, timing.samples, timing.token_budget].append(timing)
+            timings[timing.stage, timing.samples].append(timing)
     return [_point(trial, repeats) for repeats in timings.values()]
 
 
@@ -71,7 +71,6 @@ def _point(trial: Trial, repeats: Sequence[StageTiming]) -> ProfilePoint:
         "nodes": trial.nodes,
         "processes": trial.processes,
         "samples": first.samples,
-        "token_budget": first.token_budget,
     }
     succeeded = [timing for timing in repeats if not timing.failure]
     if not succeeded:

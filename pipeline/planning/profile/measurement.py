@@ -27,28 +27,14 @@ from rlinf.config import Section
 MIN_REPEATS = 3
 """Minimum number of repeats, without the first iteration of each process."""
 RUN_SIZE_TURNS = 3
-"""Number of repeats of the case with the run's own size, per repeat of another case."""
+"""Number of repeats of the run's own batch size, per repeat of another batch size."""
 CONFIDENCE = 0.95
-"""Confidence level of the interval of a case's time."""
+"""Confidence level of the interval of an iteration's time."""
 CONVERGED_SHARE = 0.05
-"""A case has converged if half the width of the confidence interval is below this share of the
+"""A time has converged if half the width of the confidence interval is below this share of the
 median."""
 CONVERGED_S = 0.005
-"""A case has also converged if half the width is below these seconds."""
-
-
-class ProfileCase(Section):
-    """A batch size and a token budget, with which iterations are measured repeatedly."""
-
-    starts: int = Field(gt=0)
-    """Number of prompts or environments."""
-    token_budget: int | None = None
-    """Maximum positions of a micro-batch; None: no limit."""
-
-    def covers(self, other: ProfileCase) -> bool:
-        """Return True if this case has at least as many prompts and tokens as another."""
-        budgets = self.token_budget or 0, other.token_budget or 0
-        return self.starts >= other.starts and budgets[0] >= budgets[1]
+"""A time has also converged if half the width is below these seconds."""
 
 
 class ProfileTask(Section):
@@ -67,8 +53,8 @@ class ProfileTask(Section):
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     """Number of ranks that measure; the job may have more."""
-    cases: tuple[ProfileCase, ...] = ()
-    """Sizes to measure, the run's own first."""
+    batch_sizes: tuple[int, ...] = ()
+    """Numbers of prompts or environments to measure, the run's own first."""
     seconds: float = Field(gt=0)
     """Seconds of measuring after the imports."""
     submitted: float
@@ -87,7 +73,6 @@ class StageTiming(Section):
 
     stage: str
     samples: int = Field(gt=0)
-    token_budget: int | None = None
     cold: bool = False
     """True for the first run of the stage in its process."""
     seconds: Seconds = 0.0
@@ -96,25 +81,24 @@ class StageTiming(Section):
     """Why the stage failed; "" if it succeeded."""
 
 
-class RunningCase(Section):
-    """The stage and case that run now; they count as failed if the job runs out of memory."""
+class RunningStage(Section):
+    """The stage that runs now, which counts as failed if the job runs out of memory."""
 
     stage: str
-    case: ProfileCase
+    batch_size: int
     samples: int = Field(gt=0)
-    token_budget: int | None
 
 
-class CaseRepeats(Section):
-    """Times of whole iterations of a case, without the first iteration of each process."""
+class IterationRepeats(Section):
+    """Times of iterations with a batch size, without the first iteration of each process."""
 
-    case: ProfileCase
+    batch_size: int
     seconds: tuple[Seconds, ...] = ()
     failed: bool = False
 
     @property
     def has_converged(self) -> bool:
-        """True if the case failed, or its confidence interval is narrow enough."""
+        """True if an iteration failed, or the confidence interval is narrow enough."""
         if self.failed or len(self.seconds) < MIN_REPEATS:
             return self.failed
         # Student's interval of the mean (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2).
@@ -127,17 +111,17 @@ class CaseRepeats(Section):
 class Trial(Section):
     """The measurements so far of all jobs with the same work, nodes, processes and kind."""
 
-    schema_version: Literal[3] = SCHEMA
+    schema_version: Literal[4] = SCHEMA
     key: str
     """Digest of the measured work; see :func:`pipeline.planning.profile.schema.kind_key`."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     iterations: int = Field(default=0, ge=0)
     """Number of iterations so far, over all jobs."""
-    running: RunningCase | None = None
-    repeats: tuple[CaseRepeats, ...] = ()
+    running: RunningStage | None = None
+    repeats: tuple[IterationRepeats, ...] = ()
     samples: tuple[StageTiming, ...] = ()
-    """Timings of single stages: all repeats of all cases (not samples of the batch)."""
+    """Timings of single stages: all repeats of all batch sizes (not samples of the batch)."""
     overheads_s: dict[str, tuple[Seconds, ...]] = {}
     """Repeats of each overhead, by ``OverheadName``."""
     lengths: tuple[tuple[int, ...], ...] = ()
@@ -154,31 +138,31 @@ class Trial(Section):
         times = [self.overheads_s[name][-1] for name in names if name in self.overheads_s]
         return sum(times) if "imports" in self.overheads_s else None
 
-    def repeats_of(self, case: ProfileCase) -> CaseRepeats:
-        """Return the repeats of a case."""
-        return next((r for r in self.repeats if r.case == case), CaseRepeats(case=case))
+    def repeats_of(self, batch_size: int) -> IterationRepeats:
+        """Return the repeats of a batch size."""
+        repeats = {entry.batch_size: entry for entry in self.repeats}
+        return repeats.get(batch_size, IterationRepeats(batch_size=batch_size))
 
-    def with_repeat(self, case: ProfileCase, seconds: float | None) -> Trial:
-        """Return the trial with one more repeat of a case; ``seconds`` None: the case failed."""
-        previous = self.repeats_of(case)
+    def with_repeat(self, batch_size: int, seconds: float | None) -> Trial:
+        """Return the trial with one more repeat of a batch size; ``seconds`` None: it failed."""
+        previous = self.repeats_of(batch_size)
         change = {"failed": True} if seconds is None else {"seconds": (*previous.seconds, seconds)}
-        others = tuple(r for r in self.repeats if r.case != case)
+        others = tuple(r for r in self.repeats if r.batch_size != batch_size)
         return self.model_copy(update={"repeats": (*others, previous.model_copy(update=change))})
 
-    def next_case(self, cases: Sequence[ProfileCase]) -> ProfileCase | None:
-        """Return the unconverged case with the fewest repeats; None: all cases have converged.
+    def next_batch_size(self, batch_sizes: Sequence[int]) -> int | None:
+        """Return the unconverged batch size with the fewest repeats; None: all have converged.
 
-        The first case is the run's own size, on which every prediction is based, so it is measured
-        first and more often. Cases at least as large as a failed case are skipped.
+        The first is the run's own, on which every prediction is based, so it is measured first and
+        more often. Batches at least as large as a failed one are skipped.
         """
-        failed = [r.case for r in self.repeats if r.failed]
-        runnable = [c for c in cases if not any(c.covers(failed_case) for failed_case in failed)]
-        unfinished = [c for c in runnable if not self.repeats_of(c).has_converged]
+        failed = min((r.batch_size for r in self.repeats if r.failed), default=math.inf)
+        runnable = [size for size in batch_sizes if size < failed]
+        unfinished = [size for size in runnable if not self.repeats_of(size).has_converged]
 
-        def priority(case: ProfileCase) -> float:
-            return (len(self.repeats_of(case).seconds) + 1) / (
-                RUN_SIZE_TURNS if case == cases[0] else 1
-            )
+        def priority(size: int) -> float:
+            turns = RUN_SIZE_TURNS if size == batch_sizes[0] else 1
+            return (len(self.repeats_of(size).seconds) + 1) / turns
 
         return min(unfinished, key=priority, default=None)
 
@@ -190,17 +174,16 @@ class Trial(Section):
         return self.model_copy(update={"overheads_s": updated})
 
     def with_crash(self, reason: str) -> Trial:
-        """Return the trial with the running case marked as failed, after its job died."""
+        """Return the trial with the running stage marked as failed, after its job died."""
         if self.running is None:
             return self
         failure = StageTiming(
             stage=self.running.stage,
             samples=self.running.samples,
-            token_budget=self.running.token_budget,
             failure=reason,
         )
         update = {"samples": (*self.samples, failure), "running": None}
-        return self.model_copy(update=update).with_repeat(self.running.case, None)
+        return self.model_copy(update=update).with_repeat(self.running.batch_size, None)
 
     def save(self, path: Path) -> None:
         """Write the trial atomically."""

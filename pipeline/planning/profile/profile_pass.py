@@ -3,8 +3,7 @@
 Jobs never run at the same time, because they would slow each other down. The measurements of a job
 are its *trial*, a file that is cached in the folder of the runs. So an interrupted pass can
 continue, and a second pass for the same work ends at once. For the execution ``jobs``, stages are
-also measured as separate jobs. A *case* is a batch size with a token budget; a job measures several
-cases.
+also measured as separate jobs. Each job measures several batch sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pipeline.metrics import stage_manifest
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import build_profile
 from pipeline.planning.profile.device_kinds import DeviceKind, list_kinds, local_kind, select_kinds
-from pipeline.planning.profile.measurement import ProfileCase, ProfileTask, load_trial
+from pipeline.planning.profile.measurement import ProfileTask, load_trial
 from pipeline.planning.profile.schema import (
     SCHEMA,
     Overhead,
@@ -50,7 +49,7 @@ from slurm.client import SlurmClient, expected_wait_s, past_waits_s
 from slurm.inventory import default_partition
 from slurm.jobs import JobState, JobStatus
 from slurm.site import SiteConfig, load_site
-from stages.factory import component_class, create_algorithm
+from stages.factory import create_algorithm
 from stages.flow import Flow, flow_of
 from stages.identity import CodeSnapshot, stage_key
 from stages.layout import CONFIG_FILE, setup_stage_folder
@@ -99,27 +98,16 @@ def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
         raise StageError(f"{job_name}: {reason}")
 
 
-def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
-    """Return a case of the run's own size, then cases of smaller batches or other token budgets."""
-    budget, starts = trainer_token_budget(config), config.rollout.batch_size
+def batch_sizes_to_measure(config: RunConfig, processes: int) -> tuple[int, ...]:
+    """Return the run's own number of prompts, then half and a quarter of it where possible."""
+    run_size, group_size = config.rollout.batch_size, config.rollout.group_size
     minibatches = create_algorithm(config).minibatches
-    cases = [ProfileCase(starts=starts, token_budget=budget)]
-    for divisor in (2, 4):
-        num_prompts = starts // divisor
-        if num_prompts >= processes and not num_prompts * config.rollout.group_size % minibatches:
-            cases.append(ProfileCase(starts=num_prompts, token_budget=budget))
-    if budget is not None:
-        cases += [
-            ProfileCase(starts=starts, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)
-        ]
-    return tuple(dict.fromkeys(cases))
-
-
-def trainer_token_budget(config: RunConfig) -> int | None:
-    """Return the token budget of the run's trainer; None if it has no budget."""
-    _, options = component_class(config, "trainer")
-    budget = getattr(options, "max_tokens_per_microbatch", None)
-    return None if budget is None else int(budget)
+    smaller = [
+        size
+        for size in (run_size // 2, run_size // 4)
+        if size >= processes and not size * group_size % minibatches
+    ]
+    return (run_size, *dict.fromkeys(smaller))
 
 
 log = logging.getLogger("rlinf")
@@ -140,7 +128,7 @@ MIN_RESTART_S = 15.0
 """Minimum measuring time for which a job is restarted, seconds."""
 MAX_ROUNDS = 6
 """Maximum number of times that the jobs of a kind are submitted. After an out-of-memory failure, a
-job continues without the case that caused it."""
+job continues with smaller batches."""
 MIN_QUEUE_WAIT_S = 60.0
 """If nothing was measured yet, seconds before which no queued job is cancelled."""
 MAX_CPU_PROCESSES = 4
@@ -238,7 +226,7 @@ class ProfilePass:
         return flow_of(self.run.config)
 
     def measure_kind(self, kind: DeviceKind, seconds: float) -> None:
-        """Run jobs on a kind until all cases have converged or the time is used up."""
+        """Run jobs on a kind until all times have converged or the time is used up."""
         folder = self.cache_folder(kind_key(self.identity, kind))
         if self.options.fresh:
             shutil.rmtree(folder, ignore_errors=True)
@@ -306,7 +294,7 @@ class ProfilePass:
         return [self.task(kind, folder, nodes, count) for nodes, count in shapes]
 
     def task(self, kind: DeviceKind, folder: Path, nodes: int, processes: int) -> ProfileTask:
-        """Return the task of one job, with all cases."""
+        """Return the task of one job, with all batch sizes."""
         return ProfileTask(
             config=self.run.folder / CONFIG_FILE,
             initial=setup_stage_folder(self.run.folder, self.flow.initial_stage),
@@ -315,7 +303,7 @@ class ProfilePass:
             folder=folder / f"{nodes}x{processes // nodes}",
             nodes=nodes,
             processes=processes,
-            cases=profile_cases(self.run.config, processes),
+            batch_sizes=batch_sizes_to_measure(self.run.config, processes),
             seconds=1,
             submitted=0,
         )
@@ -425,7 +413,6 @@ class ProfilePass:
             created_at=datetime.now(UTC).replace(microsecond=0),
             identity=self.identity,
             samples=config.rollout.batch_size * config.rollout.group_size,
-            token_budget=trainer_token_budget(config),
             weights_bytes=weights_bytes,
             lengths=lengths,
             kinds=kind_profiles,
@@ -460,7 +447,11 @@ class ProfilePass:
 def is_finished(task: ProfileTask) -> bool:
     """Return True if a task needs no more jobs."""
     trial = load_trial(task.trial_path)
-    return trial is not None and trial.key == task.key and trial.next_case(task.cases) is None
+    return (
+        trial is not None
+        and trial.key == task.key
+        and trial.next_batch_size(task.batch_sizes) is None
+    )
 
 
 MEASURED_ITERATIONS = 3

@@ -20,7 +20,7 @@ from rlinf.config import RunConfig, Section, json_digest, validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
 from stages.identity import program_version
 
-SCHEMA: Literal[3] = 3
+SCHEMA: Literal[4] = 4
 """Version of the file format."""
 Seconds = Annotated[float, Field(ge=0)]
 MemoryLocation = Literal["device", "host"]
@@ -58,8 +58,6 @@ class ProfilePoint(Section):
     """Total number of processes, which is the number of devices and the data-parallel size."""
     samples: int = Field(gt=0)
     """Samples of the stage over all processes; for ``sync`` those of the iteration."""
-    token_budget: int | None = Field(default=None, gt=0)
-    """Maximum positions of a micro-batch; None if the stage or trainer has no limit."""
     time: Measurement | None = None
     """Time of one iteration, without job start, imports and loading; None: the stage failed."""
     cold: Measurement | None = None
@@ -152,7 +150,7 @@ class KindProfile(Section):
 class Profile(Section):
     """The measured costs of an experiment: times, memory and queue waits on each kind of device."""
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     created_at: AwareDatetime
     estimated: bool = False
     """True if nothing was measured: the numbers are derived from data sheets, by
@@ -160,8 +158,6 @@ class Profile(Section):
     identity: ProfileIdentity
     samples: int = Field(gt=0)
     """Samples of one iteration of the run: prompts times group size."""
-    token_budget: int | None = Field(default=None, gt=0)
-    """Token budget of the run's trainer."""
     weights_bytes: int = Field(gt=0)
     """Bytes that ``sync`` publishes."""
     lengths: tuple[int, ...] = Field(min_length=1)

@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from pipeline.graph import Graph, StageNode
 from pipeline.planning.profile.measurement import (
-    ProfileCase,
     ProfileTask,
-    RunningCase,
+    RunningStage,
     StageTiming,
     Trial,
     load_trial,
@@ -135,7 +134,7 @@ class StageBench:
         self.first_load_s = time.perf_counter() - start
 
     def run(self, deadline: float) -> None:
-        """Measure iterations until all cases have converged or time is up.
+        """Measure iterations until all times have converged or time is up.
 
         Every process runs at least two iterations, a cold and a warm one, even if time is up.
         """
@@ -145,37 +144,28 @@ class StageBench:
         longest_s = 0.0
         with StopFlag() as stop, contextlib.suppress(RequeueRequested):
             while True:
-                case = self.trial.next_case(self.task.cases)
+                batch_size = self.trial.next_batch_size(self.task.batch_sizes)
                 is_late = time.time() + longest_s > deadline and self.num_iterations >= 2
-                case_index = -1  # stop
-                if case is not None and not is_late and not stop.is_set():
-                    case_index = self.task.cases.index(case)
-                case_index = self.broadcast_number(case_index)
-                if case_index < 0:
+                should_end = batch_size is None or is_late or stop.is_set()
+                batch_size = self.broadcast_number(0 if should_end else batch_size or 0)
+                if not batch_size:
                     return
                 start = time.time()
-                self.run_iteration(self.task.cases[case_index], stop.is_set)
+                self.run_iteration(batch_size, stop.is_set)
                 longest_s = max(longest_s, time.time() - start)
                 if self.num_iterations == 1:
                     self.record_imports()
                     self.measure_offload()
 
-    def run_iteration(self, case: ProfileCase, should_stop: Callable[[], bool]) -> None:
+    def run_iteration(self, batch_size: int, should_stop: Callable[[], bool]) -> None:
         """Run all stages of one iteration."""
-        config = config_for_case(self.config, case)
-        budget = case.token_budget
-        for trainer in (self._trainer(), self.worker_state.reference):
-            if trainer is not None and budget:
-                trainer.set_max_tokens(budget)
-        samples = case.starts * config.rollout.group_size
+        config = config_for_batch_size(self.config, batch_size)
+        samples = batch_size * config.rollout.group_size
         is_warm = self.stages_run.issuperset(self.graph.flow.stages)
         total_s = 0.0
         for stage in self.graph.flow.stages:
-            stage_budget = budget if self.has_token_budget(stage) else None
             self.update_trial(
-                running=RunningCase(
-                    stage=stage, case=case, samples=samples, token_budget=stage_budget
-                ),
+                running=RunningStage(stage=stage, batch_size=batch_size, samples=samples)
             )
             node = StageNode(stage, self.num_iterations)
             inputs = {name: self.folder(n) for name, n in self.graph.inputs(node).items()}
@@ -191,12 +181,12 @@ class StageBench:
             )
             peak_bytes = self.max_across_ranks(_peak_memory_bytes())
             if self.world.rank == 0:
-                total_s += self.record_stage(manifest, samples, stage_budget, peak_bytes)
+                total_s += self.record_stage(manifest, samples, peak_bytes)
             self.stages_run.add(stage)
         change: dict[str, Any] = {"running": None, "iterations": self.trial.iterations + 1}
         change["memory"] = "device" if _on_gpu() else "host"
         if is_warm and self.world.rank == 0:
-            change["repeats"] = self.trial.with_repeat(case, total_s).repeats
+            change["repeats"] = self.trial.with_repeat(batch_size, total_s).repeats
         self.update_trial(**change)
         if self.world.rank == 0 and self.num_iterations:
             shutil.rmtree(
@@ -212,9 +202,7 @@ class StageBench:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
 
-    def record_stage(
-        self, manifest: Manifest, samples: int, budget: int | None, peak_bytes: int
-    ) -> float:
+    def record_stage(self, manifest: Manifest, samples: int, peak_bytes: int) -> float:
         """Add a stage's measurement to the trial, and return its seconds without loading and
         offloading."""
         stage = manifest.stage
@@ -239,18 +227,12 @@ class StageBench:
         timing = StageTiming(
             stage=stage,
             samples=samples,
-            token_budget=budget,
             cold=stage not in self.stages_run,
             seconds=seconds,
             peak_memory_bytes=peak_bytes,
         )
         self.update_trial(samples=(*self.trial.samples, timing))
         return seconds
-
-    def has_token_budget(self, stage: str) -> bool:
-        """Return True if a stage packs micro-batches up to a token budget."""
-        spec = self.graph.flow.all_stages[stage]
-        return spec.uses_device and spec.holds == "trainer"
 
     def record_lengths(self, trajectories: Iterable[Trajectory]) -> None:
         """Record the length of each response of a rollout, in steps without tool outputs."""
@@ -319,17 +301,11 @@ class StageBench:
         return int(tensor)
 
 
-def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
-    """Return the run's configuration with the size of a case and ``FROZEN_OPTIMIZER``."""
-
-    def updated(section: Any, **values: Any) -> Any:
-        return type(section)(**{**section.model_dump(), **values})
-
-    budget = {} if case.token_budget is None else {"max_tokens_per_microbatch": case.token_budget}
+def config_for_batch_size(config: RunConfig, batch_size: int) -> RunConfig:
+    """Return the run's configuration with a batch size and ``FROZEN_OPTIMIZER``."""
     return config.model_copy(
         update={
-            "rollout": config.rollout.model_copy(update={"batch_size": case.starts}),
-            "trainer": updated(config.trainer, **budget),
+            "rollout": config.rollout.model_copy(update={"batch_size": batch_size}),
             "optimizer": config.optimizer.model_copy(update=FROZEN_OPTIMIZER),
         }
     )

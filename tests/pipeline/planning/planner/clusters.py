@@ -77,7 +77,6 @@ def kind_profile(kind: str, wait_s: float = 0.0) -> KindProfile:
             nodes=1,
             processes=processes,
             samples=samples,
-            token_budget=64 if stage in ("inference", "train") else None,
             time=Measurement.of([seconds * f for f in (0.99, 1.0, 1.01)]),
             peak_memory_bytes=400 << 20,
         )
@@ -103,11 +102,10 @@ def kind_profile(kind: str, wait_s: float = 0.0) -> KindProfile:
 def profile(config: RunConfig, *kinds: str, **waits: float) -> Profile:
     """Measurements of some kinds; all by default."""
     return Profile(
-        schema_version=3,
+        schema_version=4,
         created_at=TAKEN,
         identity=ProfileIdentity.of(config),
         samples=32,
-        token_budget=64,
         weights_bytes=4_000_000,
         lengths=(2, 3, 9),
         kinds={kind: kind_profile(kind, waits.get(kind, 0.0)) for kind in kinds or SPEED},

@@ -123,6 +123,21 @@ def test_a_stage_gets_no_more_gpus_than_it_can_use() -> None:
     assert best.cost == pytest.approx(15 + 10)
 
 
+@pytest.mark.parametrize("gpus", [8, 512])
+def test_of_equal_costs_the_one_with_fewer_gpus_is_chosen(gpus: int) -> None:
+    """Rewards take as long on any number of GPUs, and training ends no sooner on more than two."""
+    constant = np.full(gpus + 1, 1.0)
+    constant[0] = 0
+    train = np.minimum(np.arange(gpus + 1), 2) / 10
+    stages = [
+        PlacementStage("reward", {"fast": constant}, divisible=False),
+        PlacementStage("train", {"slow": train}, ("reward",)),
+    ]
+    kinds = [GpuKind("fast", gpus), GpuKind("slow", gpus)]
+    best = solve(PlacementProblem(stages, kinds, chunks=(1,), sync=None))[0]
+    assert best.placement.gpus == ((1, 0), (0, 2))
+
+
 def test_a_slow_kind_is_left_out_and_one_that_cannot_run_is_refused() -> None:
     rates = {"fast": np.array([0, 1.0]), "slow": np.array([0, 0.01])}
     kinds = [GpuKind("fast", 1), GpuKind("slow", 1)]

@@ -171,3 +171,20 @@ def test_a_placement_that_cannot_run_is_refused():
     problem, tables = two_stages()
     with pytest.raises(PlanError, match="cannot run"):
         forecast_placement(problem, Placement(((0,), (1,)), ((10,), (0,)), 1), tables)
+
+
+def test_jobs_that_depend_on_the_same_stage_wait_in_the_queue_at_the_same_time() -> None:
+    """Of the two stages after the rollout, one waits 60 s for a node, the other 90 s for two."""
+    rates = {"gpu": np.array([0, 1, 1, 1, 1]) / 10}
+    stages = [
+        PlacementStage("rollout", rates),
+        PlacementStage("reward", rates, ("rollout",)),
+        PlacementStage("inference", rates, ("rollout",)),
+        PlacementStage("train", rates, ("reward", "inference")),
+    ]
+    kinds = [GpuKind("gpu", 4, waits_s=((1, 60.0), (2, 90.0)), per_node=1)]
+    problem = PlacementProblem(stages, kinds, are_jobs=True, sync=None)
+    gpus = [np.array([[n]]) for n in (1, 1, 2, 1)]
+    busy_s = np.full((4, 1), 10.0)
+    cost = TimeToFinish(2).cost(problem, np.array([30.0]), busy_s, gpus)[0]
+    assert cost == pytest.approx(2 * (30 + 60 + 90 + 60))

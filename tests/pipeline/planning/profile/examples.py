@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.planning.profile.measurement import ProfileCase, ProfileTask
+from pipeline.planning.profile.measurement import ProfileTask
 from pipeline.planning.profile.schema import (
     KindProfile,
     Measurement,
@@ -39,7 +39,7 @@ def kind(*points: ProfilePoint, **more: object) -> KindProfile:
         partition="a100",
         gpu_type="a100",
         devices_per_node=4,
-        points=points or (point("train", 1, 4.0, token_budget=64),),
+        points=points or (point("train", 1, 4.0),),
         overheads=(
             overhead("submission", 1.0),
             overhead("startup", 2.0),
@@ -53,11 +53,10 @@ def kind(*points: ProfilePoint, **more: object) -> KindProfile:
 
 def profile(**kinds: KindProfile) -> Profile:
     return Profile(
-        schema_version=3,
+        schema_version=4,
         created_at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         identity=IDENTITY,
         samples=8,
-        token_budget=64,
         weights_bytes=1000,
         lengths=(2, 3, 9),
         kinds=kinds or {"a100": kind()},
@@ -67,7 +66,7 @@ def profile(**kinds: KindProfile) -> Profile:
 def task(run: Run, folder: Path, **more: object) -> ProfileTask:
     """A task of one process on this machine."""
     values = {
-        "cases": (ProfileCase(starts=run.config.rollout.batch_size, token_budget=8192),),
+        "batch_sizes": (run.config.rollout.batch_size,),
         "seconds": 1,
         **more,
     }

@@ -23,7 +23,6 @@ def trial(*samples: StageTiming, processes: int = 1, **more: object) -> Trial:
 def sample(seconds: float, stage: str = "train", **more: object) -> StageTiming:
     values = {
         "samples": 8,
-        "token_budget": 64,
         "peak_memory_bytes": 5,
         **more,
     }
@@ -44,9 +43,9 @@ def test_a_stage_that_ran_once_has_its_only_time() -> None:
     assert point.time is not None
 
 
-def test_sizes_and_budgets_are_points_of_their_own() -> None:
-    found = points(trial(sample(1), sample(2, samples=4), sample(3, token_budget=128)))
-    assert [(p.samples, p.token_budget) for p in found] == [(8, 64), (4, 64), (8, 128)]
+def test_sizes_are_points_of_their_own() -> None:
+    found = points(trial(sample(1), sample(2, samples=4), sample(3)))
+    assert [(p.samples, p.time and p.time.seconds) for p in found] == [(8, (1, 3)), (4, (2,))]
 
 
 def test_a_failure_is_a_point_unless_it_ran_too() -> None:

@@ -10,79 +10,74 @@ from hypothesis import strategies as st
 
 from pipeline.planning.profile.measurement import (
     MIN_REPEATS,
-    ProfileCase,
-    RunningCase,
+    RunningStage,
     Trial,
     load_trial,
 )
 from rlinf.errors import PlanError
 
-CASES = [
-    ProfileCase(starts=8, token_budget=64),
-    ProfileCase(starts=4, token_budget=64),
-    ProfileCase(starts=8, token_budget=128),
-]
+SIZES = [8, 4, 2]
 
 
 def blank(**more: object) -> Trial:
     return Trial(key="k", nodes=1, processes=2, **more)
 
 
-def running(case: ProfileCase) -> RunningCase:
-    return RunningCase(stage="train", case=case, samples=16, token_budget=case.token_budget)
+def running(size: int) -> RunningStage:
+    return RunningStage(stage="train", batch_size=size, samples=2 * size)
 
 
 def test_the_runs_own_size_comes_first_and_most_often() -> None:
     """A pass that has little time must at least know what the run itself does."""
     trial, order = blank(), []
     for turn in range(15):
-        case = trial.next_case(CASES)
-        assert case is not None
-        order.append(case)
-        trial = trial.with_repeat(case, 1.0 + turn)  # never settled
-    assert order[:3] == [CASES[0]] * 3
-    assert [order.count(case) for case in CASES] == [9, 3, 3]
+        size = trial.next_batch_size(SIZES)
+        assert size is not None
+        order.append(size)
+        trial = trial.with_repeat(size, 1.0 + turn)  # never settled
+    assert order[:3] == [SIZES[0]] * 3
+    assert [order.count(size) for size in SIZES] == [9, 3, 3]
 
 
-def test_every_case_has_its_turn_and_unsettled_ones_go_on() -> None:
+def test_every_size_has_its_turn_and_unsettled_ones_go_on() -> None:
     trial, order = blank(), []
     for turn in range(12):
-        case = trial.next_case(CASES)
-        if case is None:
+        size = trial.next_batch_size(SIZES)
+        if size is None:
             break
-        order.append(case)
-        # The second case is never of one length, the others always are.
-        trial = trial.with_repeat(case, 1.0 + (turn if case == CASES[1] else 0))
-    assert list(dict.fromkeys(order)) == CASES
-    assert [order.count(case) for case in CASES] == [MIN_REPEATS, 12 - 2 * MIN_REPEATS, MIN_REPEATS]
+        order.append(size)
+        # The second size never takes as long again, the others always are.
+        trial = trial.with_repeat(size, 1.0 + (turn if size == SIZES[1] else 0))
+    assert list(dict.fromkeys(order)) == SIZES
+    assert [order.count(size) for size in SIZES] == [MIN_REPEATS, 12 - 2 * MIN_REPEATS, MIN_REPEATS]
 
 
 @given(st.floats(0.1, 100), st.integers(MIN_REPEATS, 20))
-def test_a_case_is_settled_once_its_interval_is_narrow(seconds: float, count: int) -> None:
+def test_a_size_is_settled_once_its_interval_is_narrow(seconds: float, count: int) -> None:
     equal, wide = blank(), blank()
     for number in range(count):
-        equal = equal.with_repeat(CASES[0], seconds)
-        wide = wide.with_repeat(CASES[0], seconds * (1 + number % 2))
-    assert equal.next_case(CASES[:1]) is None
-    assert wide.next_case(CASES[:1]) == CASES[0]
+        equal = equal.with_repeat(SIZES[0], seconds)
+        wide = wide.with_repeat(SIZES[0], seconds * (1 + number % 2))
+    assert equal.next_batch_size(SIZES[:1]) is None
+    assert wide.next_batch_size(SIZES[:1]) == SIZES[0]
 
 
-def test_the_case_a_job_died_of_is_a_failure_and_larger_ones_are_not_tried() -> None:
-    dead = blank(running=running(CASES[0])).with_crash("CUDA out of memory")
+def test_the_size_a_job_died_of_is_a_failure_and_larger_ones_are_not_tried() -> None:
+    dead = blank(running=running(SIZES[0])).with_crash("CUDA out of memory")
     assert dead.running is None
     assert dead.samples[-1].failure == "CUDA out of memory"
-    assert (dead.samples[-1].stage, dead.samples[-1].token_budget) == ("train", 64)
+    assert (dead.samples[-1].stage, dead.samples[-1].samples) == ("train", 16)
     # Less work goes on; more of it would fail too.
-    assert dead.next_case(CASES) == CASES[1]
-    assert dead.next_case([CASES[0], CASES[2]]) is None
+    assert dead.next_batch_size(SIZES) == SIZES[1]
+    assert dead.next_batch_size([16, 8]) is None
 
 
-def test_a_job_that_was_between_cases_died_of_nothing() -> None:
+def test_a_job_that_was_between_stages_died_of_nothing() -> None:
     assert blank().with_crash("out of memory") == blank()
 
 
 def test_a_trial_is_read_back_as_it_was(tmp_path: Path) -> None:
-    trial = blank(running=running(CASES[1])).with_repeat(CASES[0], 1.5)
+    trial = blank(running=running(SIZES[1])).with_repeat(SIZES[0], 1.5)
     trial.save(tmp_path / "trial.json")
     assert load_trial(tmp_path / "trial.json") == trial
     assert load_trial(tmp_path / "none.json") is None

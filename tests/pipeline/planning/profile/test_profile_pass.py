@@ -20,7 +20,6 @@ from pipeline.planning.profile import profile_pass
 from pipeline.planning.profile.device_kinds import DeviceKind, local_kind
 from pipeline.planning.profile.measurement import (
     MIN_REPEATS,
-    ProfileCase,
     ProfileTask,
     Trial,
     load_trial,
@@ -28,8 +27,8 @@ from pipeline.planning.profile.measurement import (
 from pipeline.planning.profile.profile_pass import (
     ProfileOptions,
     ProfilePass,
+    batch_sizes_to_measure,
     is_finished,
-    profile_cases,
     profile_run,
     record_job_outcome,
 )
@@ -69,9 +68,8 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
     local = made.kinds["local"]
     for stage in on_policy.stages:
         whole = [p for p in local.points if p.stage == stage and p.samples == made.samples]
-        own = [p for p in whole if p.token_budget in (None, made.token_budget)]
-        assert sorted(p.processes for p in own) == ([1] if stage == "reward" else [1, 2])
-        for point in own:
+        assert sorted(p.processes for p in whole) == ([1] if stage == "reward" else [1, 2])
+        for point in whole:
             assert point.cold is not None
             assert point.time is not None
             assert point.time.median_s > 0
@@ -88,8 +86,8 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
         assert trial is not None
         assert trial.iterations >= 2
         values = ProfileTask.model_validate_json((path.parent / "task.json").read_text())
-        for case in values.cases * MIN_REPEATS:
-            trial = trial.with_repeat(case, 1.0)
+        for size in values.batch_sizes * MIN_REPEATS:
+            trial = trial.with_repeat(size, 1.0)
         trial.save(path)
     monkeypatch.setattr(
         LocalLauncher, "submit", lambda self, job: pytest.fail(f"started {job.name}")
@@ -104,7 +102,9 @@ def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
 ) -> None:
     run = prepare_run(compose(*WORDS))
     run_sft(run)
-    wanted = task(run, tmp_path / "trial", cases=profile_cases(run.config, 1), seconds=600)
+    wanted = task(
+        run, tmp_path / "trial", batch_sizes=batch_sizes_to_measure(run.config, 1), seconds=600
+    )
     process = start(wanted)
     deadline = time.monotonic() + 60
     while (trial := load_trial(wanted.trial_path)) is None or not trial.repeats:
@@ -127,7 +127,7 @@ def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
     assert failed is not None
     assert failed.samples[-1].failure == "killed by SIGKILL"
     assert failed.samples[-1].stage == trial.running.stage
-    smaller = [c for c in wanted.cases if not c.covers(trial.running.case)]
+    smaller = [size for size in wanted.batch_sizes if size < trial.running.batch_size]
     again = wanted.model_copy(update={"seconds": 0.1})
     assert start(again).wait(60) == 0
     after = load_trial(wanted.trial_path)
@@ -145,22 +145,12 @@ def start(wanted: ProfileTask) -> subprocess.Popen[bytes]:
     )
 
 
-def test_cases_are_the_run_s_own_size_and_others_around_it(compose: Compose) -> None:
-    config = validate(
-        RunConfig, compose("trainer.max_tokens_per_microbatch=100", "algorithm.minibatches=4")
-    )
-    assert profile_cases(config, 1) == (
-        ProfileCase(starts=4, token_budget=100),
-        ProfileCase(starts=2, token_budget=100),
-        ProfileCase(starts=1, token_budget=100),
-        ProfileCase(starts=4, token_budget=50),
-        ProfileCase(starts=4, token_budget=200),
-    )
-    assert [c.starts for c in profile_cases(config, 4)] == [4, 4, 4]
-    uneven = validate(
-        RunConfig, compose("trainer.max_tokens_per_microbatch=100", "algorithm.minibatches=16")
-    )
-    assert [c.starts for c in profile_cases(uneven, 1)] == [4, 4, 4]
+def test_the_run_s_own_batch_and_smaller_ones_are_measured(compose: Compose) -> None:
+    config = validate(RunConfig, compose("algorithm.minibatches=4"))
+    assert batch_sizes_to_measure(config, 1) == (4, 2, 1)
+    assert batch_sizes_to_measure(config, 4) == (4,)
+    uneven = validate(RunConfig, compose("algorithm.minibatches=16"))
+    assert batch_sizes_to_measure(uneven, 1) == (4,)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_overheads_are_those_of_the_nearest_number_of_processes() -> None:
 
 
 def test_every_key_with_a_quantity_names_its_unit() -> None:
-    counts = {"processes", "nodes", "samples", "token_budget", "lengths"}
+    counts = {"processes", "nodes", "samples", "lengths"}
     units = ("_s", "_bytes", "_bytes_per_s", "_share", "seconds", "per_node", "duty_cycle")
     numbers = {
         name
