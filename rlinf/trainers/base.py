@@ -96,10 +96,6 @@ class Trainer(ModelHolder, ABC):
         return ()
 
     @abstractmethod
-    def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:
-        """Limit the number of padded positions per micro-batch from now on."""
-
-    @abstractmethod
     def forward(
         self, trajectories: Sequence[Trajectory], temperature: float
     ) -> list[tuple[int, StepOutputs]]:

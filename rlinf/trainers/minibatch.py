@@ -164,11 +164,6 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             for policy in self._threads.policies:
                 enable_gradient_checkpointing(policy)
 
-    def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:
-        self.config = self.config.model_copy(
-            update={"max_tokens_per_microbatch": max_tokens_per_microbatch}
-        )
-
     def split_micro_batches(
         self, trajectories: Sequence[Trajectory], row_groups: Sequence[Sequence[int]] | None = None
     ) -> list[MicroBatches]:

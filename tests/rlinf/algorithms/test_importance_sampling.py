@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -122,8 +122,15 @@ def test_the_weight_of_an_episode_does_not_depend_on_the_token_budget(
         noise = random.normal(size=len(sample.trajectory)).astype(np.float32)
         sample.trajectory.logprobs = sample.trajectory.logprobs + noise / 20
     wide = update.weights([update.samples])
-    limited = update.trainer
-    update.trainer = lambda: (made := limited(), made.set_max_tokens(2))[0]  # type: ignore[method-assign]
+    create = update.trainer
+
+    def limited() -> Any:
+        trainer = create()
+        limit = {"max_tokens_per_microbatch": 2}
+        trainer.config = trainer.config.model_copy(update=limit)
+        return trainer
+
+    update.trainer = limited  # type: ignore[method-assign]
     alike(wide, update.weights([update.samples]), 1e-2 / 50)
 
 
