@@ -224,6 +224,9 @@ def build_partition(
         allowed_accounts=_allowed(record.get("AllowAccounts", "ALL")),
         denied_accounts=_words(record.get("DenyAccounts", "")),
         max_nodes_per_job=_int_or_none(record.get("MaxNodes", "")),
+        is_exclusive=record.get("OverSubscribe") == "EXCLUSIVE",
+        default_mem_mb_per_cpu=_int_or_none(record.get("DefMemPerCPU", "")),
+        max_mem_mb_per_cpu=_int_or_none(record.get("MaxMemPerCPU", "")),
     )
 
 

@@ -113,17 +113,22 @@ def find_gpu(name: str, features: tuple[str, ...] = ()) -> GpuSpec | None:
     """Return the GPU that a cluster calls ``name``: ``nvidia_a100_80gb_pcie``, ``a100-sxm4-80gb``.
 
     Returns None for an unknown GPU, for a memory size without a variant, and for a slice of a GPU
-    (MIG: ``a100_1g.5gb``).
+    (MIG: ``a100_1g.5gb``). Of several variants it is the first one.
 
     Args:
         features: features of the node, which resolve an ambiguous name (``hbm80g``).
     """
+    return next(iter(matching_gpus(name, features)), None)
+
+
+def matching_gpus(name: str, features: tuple[str, ...] = ()) -> list[GpuSpec]:
+    """Return all variants that a name and features may mean; see :func:`find_gpu`."""
     if _MIG_SLICE.search(name.lower()):
-        return None
+        return []
     text = _normalized(name)
     family = next((key for key, pattern in _FAMILIES.items() if pattern.search(text)), None)
     if family is None:
-        return None
+        return []
     variants = [gpu for gpu in GPUS.values() if gpu.family == family]
     if size_match := _MEMORY.search(text):
         variants = _with_memory(variants, int(size_match[1]))
@@ -136,7 +141,7 @@ def find_gpu(name: str, features: tuple[str, ...] = ()) -> GpuSpec | None:
         if form_match := _FORM_FACTOR.search(description):
             form_factor = form_match[1].replace("pci", "pcie")
             variants = [gpu for gpu in variants if gpu.form_factor in ("", form_factor)] or variants
-    return variants[0] if variants else None
+    return variants
 
 
 def is_gpu_feature(feature: str) -> bool:

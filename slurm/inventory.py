@@ -128,6 +128,12 @@ class PartitionInventory(Section):
     allowed_accounts: tuple[str, ...] | None = None
     denied_accounts: tuple[str, ...] = ()
     max_nodes_per_job: int | None = Field(default=None, ge=0)
+    is_exclusive: bool = False
+    """True if a job gets whole nodes (``OverSubscribe=EXCLUSIVE``)."""
+    default_mem_mb_per_cpu: int | None = Field(default=None, ge=0)
+    """Memory of a job that requests none, MiB per CPU (DefMemPerCPU); None: not set."""
+    max_mem_mb_per_cpu: int | None = Field(default=None, ge=0)
+    """MaxMemPerCPU: a job that requests more memory per CPU gets more CPUs; None: not set."""
     queued_jobs: int = Field(default=0, ge=0)
     """Jobs that wait for nodes, array elements counted singly; without jobs on hold or with
     unfinished dependencies."""

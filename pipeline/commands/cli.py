@@ -375,6 +375,19 @@ def inventory(
     show_inventory(source, save, site, as_json=as_json)
 
 
+@app.command("init-site")
+def init_site(
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Read a saved inventory instead of querying Slurm")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write")] = Path("site.yaml"),
+) -> None:
+    """Write a commented site file from what Slurm says about the cluster."""
+    from pipeline.commands import init_site as command
+
+    typer.echo("\n".join(command.init_site(source, out)))
+
+
 @app.command()
 def plan(
     run_or_experiment: RunOrOverrides,
