@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,12 @@ from rlinf.registry import (
 )
 from rlinf.track import LogConfig, trackers
 from slurm.sbatch_options import check_log_folder
-from stages.factory import component_class, create_algorithm, environment_class
+from stages.factory import (
+    component_class,
+    create_algorithm,
+    environment_class,
+    held_out_suite,
+)
 from stages.flow import EVALUATE, check_flow, check_rollouts, flow_of
 from stages.identity import CLASS_REGISTRIES
 from stages.layout import CONFIG_FILE
@@ -85,7 +90,39 @@ def validate_config(config: RunConfig) -> None:
 
         check_stop_strings(config, ChatFormat.from_tokenizer(processor))
     size = environment.task_size(run.options["task"], processor)
-    check_sizes(config, size, policy.max_model_len(run.options["model"]))
+    positions = policy.max_model_len(run.options["model"])
+    check_sizes(config, size, positions)
+    check_held_out_sets(run, processor, positions)
+
+
+def check_held_out_sets(run: RunComponents, processor: Any, positions: int | None) -> None:
+    """Check the sets of problems in ``evaluate.sets``.
+
+    Args:
+        processor: the tokenizer of the policy; None if it does not exist before the run.
+        positions: maximum number of tokens of the model; None if unlimited.
+
+    Raises:
+        ConfigError, DataError: a set is invalid, or the policy is no language model.
+    """
+    suite = held_out_suite(run.config)
+    if suite is None:
+        return
+    if LANGUAGE_MODEL not in run.classes["model"].provides or processor is None:
+        raise ConfigError(
+            "evaluate.sets: only a language model with a tokenizer of its own (model.path) can be "
+            "evaluated on sets of problems; leave it out"
+        )
+    cls, options = suite
+    cls.model_spec(options)
+    for name, longest in cls(options, processor).longest_prompts.items():
+        horizon = options.sets[name].horizon
+        if positions is not None and longest + horizon > positions:
+            raise ConfigError(
+                f"evaluate.sets.{name}.horizon: prompts of up to {longest} tokens and {horizon} "
+                f"new ones do not fit into the {positions} positions of the model; set it to "
+                f"{positions - longest} or less"
+            )
 
 
 def load_components(config: RunConfig) -> RunComponents:
@@ -323,7 +360,8 @@ def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> Non
     Raises:
         ConfigError: the task has too few problems, or the model too few positions.
     """
-    eval_horizon = config.evaluate.horizon or config.rollout.horizon
+    # Sets of problems have sizes of their own.
+    uses_test_problems = not config.evaluate.sets
     if config.iterations and size.train == 0:
         raise ConfigError(
             f"task.train: task {config.task.name!r} has no training problems; name a file of them, "
@@ -333,18 +371,22 @@ def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> Non
     num_training = size.train if config.iterations else None
     for key, requested, available, file in (
         ("rollout.batch_size", config.rollout.batch_size, num_training, "task.train"),
-        ("evaluate.samples", config.evaluate.samples, size.test, "task.test"),
+        (
+            "evaluate.samples",
+            config.evaluate.samples,
+            size.test if uses_test_problems else None,
+            "task.test",
+        ),
     ):
         if available is not None and requested > available:
             raise ConfigError(
                 f"{key}: {requested} different problems are needed at once, but {file} has "
                 f"only {available} usable ones; set {key}={available} or less"
             )
-    horizons: Iterable[tuple[str, int]] = (
-        ("rollout.horizon", config.rollout.horizon),
-        ("evaluate.horizon", eval_horizon),
-    )
-    for key, horizon in horizons:
+    horizons = {"rollout.horizon": config.rollout.horizon}
+    if uses_test_problems:
+        horizons["evaluate.horizon"] = config.evaluate.horizon or config.rollout.horizon
+    for key, horizon in horizons.items():
         if positions is not None and size.max_prompt_tokens + horizon > positions:
             raise ConfigError(
                 f"{key}: prompts of up to {size.max_prompt_tokens} tokens and {horizon} new ones "

@@ -277,6 +277,11 @@ class SftSection(Section):
 class EvaluateSection(Section):
     """Held-out evaluation."""
 
+    sets: dict[str, dict[str, Any]] = {}
+    """Sets of problems on which the policy is evaluated instead of the task's test problems, each
+    with a protocol of its own (:class:`rlinf.envs.suite.SuiteSet`). They replace ``samples``,
+    ``horizon``, ``temperature`` and ``sampling``."""
+
     every: int = Field(default=10, ge=0)
     """Iterations between evaluations; 0: only before the first and after the last."""
     samples: int = Field(default=512, gt=0)

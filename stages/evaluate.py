@@ -16,7 +16,7 @@ from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment, RolloutRequest, score_trajectories
 from stages.context import StageContext
 from stages.dialogue_failures import DialogueFailures
-from stages.factory import environment_class, get_engine, primary_rank_environment
+from stages.factory import environment_class, eval_environment, get_engine
 from stages.flow import EVALUATE
 from stages.layout import VIDEOS_FOLDER
 from stages.rollout import PolicyRunner, rollout_iter
@@ -59,7 +59,7 @@ EVAL_SEED = 0
 def run(ctx: StageContext) -> None:
     """Input: ``weights``. Output channel: ``trajectories`` (test split), with their scores; metric
     ``score``."""
-    environment = primary_rank_environment(ctx)
+    environment = eval_environment(ctx)
     policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
         # This rank of an engine with several ranks only computes for the primary rank.
@@ -67,7 +67,7 @@ def run(ctx: StageContext) -> None:
         with ctx.span("generate"):
             policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
-    starts = ctx.world.shard(ctx.config.evaluate.samples)
+    starts = ctx.world.shard(num_eval_samples(ctx, environment))
     counts = Counter[str]()
     with ctx.span("generate"):
         num_videos = ctx.config.evaluate.videos
@@ -81,8 +81,8 @@ def run(ctx: StageContext) -> None:
         failures.add(trajectory)
     failures.log_metrics(ctx)
     settings = ctx.config.evaluate
-    video_columns = environment.video_columns(environment_class(ctx.config)[1])
     if settings.videos:
+        video_columns = environment.video_columns(environment_class(ctx.config)[1])
         with ctx.span("videos"):
             write_videos(
                 ctx.data_folder / VIDEOS_FOLDER,
@@ -97,8 +97,10 @@ def run(ctx: StageContext) -> None:
     output.close()
     if trajectories:
         valid = [score for score in scores if not np.isnan(score)]
+        weights = np.array(environment.sample_weights(trajectories)) * ~np.isnan(scores)
         # A rank without scores has weight 0; if no rank has scores, the commit fails.
-        ctx.log_metric("score", float(np.mean(valid)) if valid else np.nan, weight=len(valid))
+        mean = float(np.average(np.nan_to_num(scores), weights=weights)) if valid else np.nan
+        ctx.log_metric("score", mean, weight=float(weights.sum()))
         for task, task_scores in scores_by_task(trajectories, scores).items():
             ctx.log_metric(f"score/{task}", float(np.mean(task_scores)), weight=len(task_scores))
         lengths = [loss_mask(trajectory).sum() for trajectory in trajectories]
@@ -106,6 +108,15 @@ def run(ctx: StageContext) -> None:
         for name, value in environment.episode_metrics(trajectories).items():
             ctx.log_metric(name, value, weight=len(valid))
         ctx.log_counts(counts, len(scores), "held-out answers")
+
+
+def num_eval_samples(ctx: StageContext, environment: Environment) -> int:
+    """Return the number of held-out samples of all processes."""
+    from rlinf.envs.suite import HeldOutSuite  # imported where a run has sets
+
+    if isinstance(environment, HeldOutSuite):
+        return len(environment.attempts)
+    return ctx.config.evaluate.samples
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
@@ -165,7 +176,7 @@ def generate_eval_episodes(
         iteration=0,
         split="test",
         group_ids=starts,
-        num_groups=ctx.config.evaluate.samples,
+        num_groups=num_eval_samples(ctx, environment),
         group_size=1,
         horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify_output
 from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.config import NamedComponent, OptimizerSection, RunConfig
+from rlinf.config import NamedComponent, OptimizerSection, RunConfig, validate
 from rlinf.device_memory import GIB, DeviceMemoryManager, Offloadable
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment
@@ -84,12 +84,41 @@ def engine_max_batch(config: RunConfig) -> int | None:
     return max_batch
 
 
+def held_out_suite(config: RunConfig) -> tuple[Any, Any] | None:
+    """Return class and options of the sets in ``evaluate.sets``; None if there are none.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+    if not config.evaluate.sets:
+        return None
+    from rlinf.envs.suite import HeldOutSuite, SuiteConfig  # few runs have sets
+
+    return HeldOutSuite, validate(SuiteConfig, {"sets": config.evaluate.sets}, "evaluate")
+
+
 def required_context(config: RunConfig) -> int | None:
     """Return the largest number of tokens of prompt and response together; None: unknown."""
     cls, options = environment_class(config)
     horizon = max(config.rollout.horizon, config.evaluate.horizon or 0)
-    context: int | None = cls.max_context(options, horizon)
-    return context
+    contexts = [cls.max_context(options, horizon)]
+    if (suite := held_out_suite(config)) is not None:
+        contexts.append(suite[0].max_context(suite[1], horizon))
+    return None if None in contexts else max(contexts)
+
+
+def eval_environment(ctx: StageContext) -> Environment | None:
+    """Return the environment of evaluations on a primary rank, None on other ranks."""
+    suite = held_out_suite(ctx.config)
+    if suite is None or not ctx.world.is_primary:
+        return primary_rank_environment(ctx)
+    if ctx.worker_state.eval_environment is None:
+        policy_cls, policy_options = policy_class(ctx.config)
+        folder = ctx.verified_folder("weights") / WEIGHTS
+        cls, options = suite
+        environment: Environment = cls(options, policy_cls.processor(folder, policy_options))
+        ctx.worker_state.eval_environment = environment
+    return ctx.worker_state.eval_environment
 
 
 def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environment:

@@ -129,7 +129,7 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
     "trainer": trainers,
 }
 """Sections of the configuration that name a class, and the registry of the class."""
-DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
+DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm", "evaluate"})
 """Sections that may name data files, whose content is part of the identity. ``model`` is
 no such section, because a run has its own copy of the model's folder."""
 FILE_PREFIX = "file:"
@@ -330,8 +330,8 @@ def _dependencies(config: RunConfig, stage: str) -> set[str]:
 def _named_modules(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
     """Yield the modules that options name as ``module:attribute``, such as
     ``reward.function``."""
-    for section in CLASS_REGISTRIES.keys() & set(sections):
-        for _, text in _text_options(getattr(config, section).model_extra or {}):
+    for section in (CLASS_REGISTRIES.keys() | {"evaluate"}) & set(sections):
+        for _, text in _text_options(_options(config, section)):
             if _TARGET.fullmatch(text) and _module_path(module := text.partition(":")[0]):
                 yield module
 
@@ -348,9 +348,16 @@ def _data_file_names(config: RunConfig, sections: Iterable[str]) -> Iterator[str
     because offline data may be one.
     """
     for section in DATA_FILE_SECTIONS.intersection(sections):
-        for key, text in _text_options(getattr(config, section).model_extra or {}):
+        for key, text in _text_options(_options(config, section)):
             if key.partition(".")[0] not in LOCATION_KEYS and _is_data_file(section, text):
                 yield f"{FILE_PREFIX}{section}.{key}"
+
+
+def _options(config: RunConfig, section: str) -> Mapping[str, Any]:
+    """Return the options of a component, or those of the sets of evaluations."""
+    if section == "evaluate":
+        return {"sets": config.evaluate.sets}
+    return getattr(config, section).model_extra or {}
 
 
 def _text_options(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -379,7 +386,7 @@ def _is_data_file(section: str, text: str) -> bool:
 
 def _file_path(config: RunConfig, name: str) -> Path:
     section, _, key = name.removeprefix(FILE_PREFIX).partition(".")
-    return Path(dict(_text_options(getattr(config, section).model_extra))[key]).expanduser()
+    return Path(dict(_text_options(_options(config, section)))[key]).expanduser()
 
 
 def _data_digest(path: Path) -> str:

@@ -47,6 +47,8 @@ class WorkerState:
     """The components that a process has loaded; None: not loaded."""
 
     environment: Environment | None = None
+    eval_environment: Environment | None = None
+    """The environment of evaluations, if it is not ``environment``."""
     engine: Engine | None = None
     engine_weights: str | None = None
     """Content id of the weights of the engine; None: none, or unknown."""
@@ -88,9 +90,10 @@ class WorkerState:
 
     def close(self) -> None:
         """Close every component: end its processes and free its memory. Idempotent."""
-        components = (self.reference, self.reward, self.engine, self.environment)
+        environments = (self.environment, self.eval_environment)
+        components = (self.reference, self.reward, self.engine, *environments)
         self.environment = self.engine = self.engine_weights = self.reward = self.reference = None
-        self.device_memory = None
+        self.eval_environment = self.device_memory = None
         # A component that fails to close must not keep the others open.
         with ExitStack() as stack:
             for component in components:

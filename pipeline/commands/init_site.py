@@ -138,7 +138,7 @@ def _access_lines(partition: PartitionInventory, associations: list[Association]
     if accounts and not allowed:
         yield f"    # {QUESTION} none of your accounts may use this partition"
         return
-    account = (allowed or [None])[0]
+    account = allowed[0] if allowed else None
     if account is not None and account != accounts[0]:
         yield f"    account: {_scalar(account)}"
     own = [a for a in associations if a.account == account]

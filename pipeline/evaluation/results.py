@@ -213,7 +213,7 @@ def _set_result(
     answers = [environment.final_answer(trajectory) for trajectory in ordered]
     votes = [answers[row * size : (row + 1) * size] for row in range(num_problems)]
     has_votes = size > 1 and any(answer is not None for answer in answers)
-    _, options = set_class(name, settings)
+    _, options = set_class(f"{SuiteEnvironment.KEY}.{name}", settings)
     protocol = {
         **settings.model_dump(mode="json", exclude={"task"}),
         "task": {

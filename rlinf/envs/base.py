@@ -231,6 +231,10 @@ class Environment(Component, ABC):
         groups."""
         return True
 
+    def sample_weights(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Return the weight of each held-out sample in the mean score; equal by default."""
+        return [1.0] * len(trajectories)
+
     @classmethod
     def num_tasks(cls, config: Any) -> int:
         """Return the number of tasks. Groups are assigned to them in rotation, also in

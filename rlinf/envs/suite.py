@@ -1,4 +1,5 @@
 """Several sets of problems, each with a protocol of its own: how it is asked, sampled and graded.
+The score is the mean over the sets.
 
 For evaluation only. A sample is one attempt at one problem. Samples of different sets are mixed, so
 that every process of the stage gets a share of each set.
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -91,29 +92,32 @@ class SuiteEnvironment(PromptEnvironment):
     config: SuiteConfig
     provides = frozenset({PROMPTS, REFERENCE_ANSWERS})
     uses_chat_template = True
+    KEY: ClassVar[str] = "task.sets"
+    """Key of the sets in the configuration, for error messages."""
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
         self._sets: dict[str, ProblemSetEnvironment] = {}
         for name, settings in self.config.sets.items():
-            cls, options = set_class(name, settings)
-            self._sets[name] = environment = _create_set(name, cls, options, processor)
+            key = f"{self.KEY}.{name}"
+            cls, options = set_class(key, settings)
+            self._sets[name] = environment = _create_set(key, cls, options, processor)
             num_problems, total = (
                 environment.num_problems("test"),
                 len(cls.load_problems(options, "test")),
             )
             if num_problems < total:
                 raise DataError(
-                    f"task.sets.{name}: the prompts of {total - num_problems} of {total} problems "
+                    f"{key}: the prompts of {total - num_problems} of {total} problems "
                     f"are longer than max_prompt_length={options.max_prompt_length}, so they would "
-                    f"be left out; raise task.sets.{name}.task.max_prompt_length"
+                    f"be left out; raise {key}.task.max_prompt_length"
                 )
 
     @classmethod
     def model_spec(cls, config: SuiteConfig) -> ModelSpec:
         spec: ModelSpec = {}
         for name, settings in config.sets.items():
-            set_cls, options = set_class(name, settings)
+            set_cls, options = set_class(f"{cls.KEY}.{name}", settings)
             spec = {**spec, **set_cls.model_spec(options)}
         return spec
 
@@ -136,7 +140,7 @@ class SuiteEnvironment(PromptEnvironment):
     def max_context(cls, config: Any, horizon: int) -> int | None:
         contexts = []
         for name, settings in config.sets.items():
-            set_cls, options = set_class(name, settings)
+            set_cls, options = set_class(f"{cls.KEY}.{name}", settings)
             contexts.append(set_cls.max_context(options, settings.horizon))
         return max(context for context in contexts if context is not None)
 
@@ -175,6 +179,11 @@ class SuiteEnvironment(PromptEnvironment):
                 prompts[row] = replace(prompt, info=info, sampling=sampling)
         return [prompts[row] for row in range(len(attempts))]
 
+    def sample_weights(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Return the weights of samples in the mean score: the sets have equal weights."""
+        sizes = Counter(attempt.set_name for attempt in self.attempts)
+        return [1 / sizes[str(trajectory.task)] for trajectory in trajectories]
+
     def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         scores = [0.0] * len(trajectories)
         for name, environment in self._sets.items():
@@ -196,29 +205,38 @@ class SuiteEnvironment(PromptEnvironment):
             environment.close()
 
 
-def set_class(name: str, settings: SuiteSet) -> tuple[type[ProblemSetEnvironment], Any]:
+class HeldOutSuite(SuiteEnvironment):
+    """The sets on which a run that trains is evaluated (``evaluate.sets``)."""
+
+    KEY = "evaluate.sets"
+
+
+def set_class(key: str, settings: SuiteSet) -> tuple[type[ProblemSetEnvironment], Any]:
     """Return the class of a set's task, and its validated options.
+
+    Args:
+        key: key of the set in the configuration.
 
     Raises:
         ConfigError: there is no such task, it has no fixed set of problems, or an option is wrong.
     """
-    key = f"task.sets.{name}.task"
-    cls = environments.get(settings.task.name, f"{key}.name")
+    task_key = f"{key}.task"
+    cls = environments.get(settings.task.name, f"{task_key}.name")
     if not issubclass(cls, ProblemSetEnvironment):
         raise ConfigError(
-            f"{key}.name: {settings.task.name!r} has no fixed set of problems; use jsonl, "
+            f"{task_key}.name: {settings.task.name!r} has no fixed set of problems; use jsonl, "
             "multiple_choice, reasoning_gym, or a subclass of ProblemSetEnvironment"
         )
-    return cls, settings.task.validate_options(cls.Config, key)
+    return cls, settings.task.validate_options(cls.Config, task_key)
 
 
 def _create_set(
-    name: str, cls: type[ProblemSetEnvironment], options: Any, processor: Any
+    key: str, cls: type[ProblemSetEnvironment], options: Any, processor: Any
 ) -> ProblemSetEnvironment:
     try:
         return cls(options, processor)
     except DataError as error:
-        raise DataError(f"task.sets.{name}: {error}") from None
+        raise DataError(f"{key}: {error}") from None
 
 
 def _without_suite(trajectory: Trajectory) -> Trajectory:
