@@ -52,7 +52,7 @@ def test_the_page_shows_the_files_as_they_are(path: Path) -> None:
 
 
 def test_the_page_names_every_kind_and_every_grain() -> None:
-    assert len(HERE) == 9
+    assert len(HERE) == 10
     assert len(JOBS) == 2
 
 

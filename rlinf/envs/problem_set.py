@@ -449,10 +449,10 @@ class ProblemSetEnvironment(PromptEnvironment):
                 {"role": "assistant", "content": problem.reply},
             )
         ]
-        test = self._load(self.load_problems(config, "test"), "task.test")
-        self._prompt_sets: dict[str, RenderedDataset[RenderedProblem]] = {"test": test}
+        self._prompt_sets: dict[str, RenderedDataset[RenderedProblem]] = {}
         if len(training) or config.num_fewshot:
             self._prompt_sets["train"] = self._load(training, "task.train")
+        self._prompt_sets["test"] = self._load(self.load_problems(config, "test"), "task.test")
 
     @classmethod
     @abstractmethod

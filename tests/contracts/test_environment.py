@@ -24,7 +24,9 @@ from rlinf.registry import OBSERVATIONS, STEP_REWARDS, VISION
 from stages.rollout import local_rollout_iter
 
 GROUP = 2
-LETTERS = "0123456789+-*=? errobad"
+LETTERS = "0123456789+-*=? errobad\nAB)"
+TRAINED = [name for name in environments.names() if name != "suite"]
+"""All but the suite, which is for evaluation only (tests/rlinf/envs/test_suite.py)."""
 CARTPOLE = {"id": "CartPole-v1", "observation": 4, "action": {"kind": "discrete", "size": 2}}
 Play = Callable[..., list[Trajectory]]
 
@@ -36,6 +38,16 @@ def options(name: str, folder: Path) -> dict[str, Any]:
             rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(first, first + 9)]
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
+    if name == "multiple_choice":
+        for split, first in (("train", 0), ("test", 50)):
+            rows = [
+                {"question": f"{n}+1=", "choices": [str(n), str(n + 1)], "answer": 1}
+                for n in range(first, first + 9)
+            ]
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        files = {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
+        fields = {"prompt_field": "question", "answer_field": "answer", "options_field": "choices"}
+        return {**files, **fields}
     if name == "conversations":
         for split, first in (("train", 0), ("test", 50)):
             rows = []
@@ -65,7 +77,7 @@ def options(name: str, folder: Path) -> dict[str, Any]:
     return small.get(name, {})
 
 
-@pytest.fixture(params=environments.names())
+@pytest.fixture(params=TRAINED)
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
     if request.param == "gym":
         pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.commands.experiment import compose
+from pipeline.validate_config import load_components
 from rlinf.algorithms.advantages import compute_gae, group_relative_advantages
-from rlinf.config import Section
+from rlinf.config import RunConfig, Section, validate
 from rlinf.data.batch import TrainingSample, build_step_batch, join_by_identity
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import (
@@ -51,7 +53,12 @@ def needed(
 
     with chat_server() as server:
         server.answer = answer
-        yield {"reward_model": cache(reward_model), "judge": judge}
+        function = {"function": "tests.rlinf.rewards.own_functions:by_length"}
+        yield {
+            "reward_model": cache(reward_model),
+            "judge": judge,
+            "function": lambda: function,
+        }
 
 
 @pytest.fixture(params=rewards.names())
@@ -60,7 +67,8 @@ def reward(
 ) -> Iterator[Reward]:
     cls = rewards.get(request.param)
     config = cls.Config(**needed.get(request.param, dict)())
-    cls.check(config)
+    words = ["experiment=arithmetic_short", "run.name=contract"]
+    cls.check(config, load_components(validate(RunConfig, compose(words))))
     made: Reward = cls(config, RewardResources())
     yield made
     made.close()

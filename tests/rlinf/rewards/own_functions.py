@@ -9,6 +9,10 @@ def exact(completion: str, answer: str, **row: Any) -> float:
     return float(completion.strip() == answer)
 
 
+def by_length(completion: str) -> float:
+    return len(completion) / 10
+
+
 def by_level(completion: str, level: float) -> float | None:
     return None if level < 2 else len(completion) / level
 
