@@ -39,7 +39,7 @@ from stages.factory import (
     component_class,
     create_algorithm,
     environment_class,
-    held_out_suite,
+    evaluation_suite,
 )
 from stages.flow import EVALUATE, check_flow, check_rollouts, flow_of
 from stages.identity import CLASS_REGISTRIES
@@ -105,7 +105,7 @@ def check_held_out_sets(run: RunComponents, processor: Any, positions: int | Non
     Raises:
         ConfigError, DataError: a set is invalid, or the policy is no language model.
     """
-    suite = held_out_suite(run.config)
+    suite = evaluation_suite(run.config)
     if suite is None:
         return
     if LANGUAGE_MODEL not in run.classes["model"].provides or processor is None:

@@ -112,9 +112,9 @@ def run(ctx: StageContext) -> None:
 
 def num_eval_samples(ctx: StageContext, environment: Environment) -> int:
     """Return the number of held-out samples of all processes."""
-    from rlinf.envs.suite import HeldOutSuite  # imported where a run has sets
+    from rlinf.envs.suite import EvaluationSuite  # imported where a run has sets
 
-    if isinstance(environment, HeldOutSuite):
+    if isinstance(environment, EvaluationSuite):
         return len(environment.attempts)
     return ctx.config.evaluate.samples
 

@@ -84,7 +84,7 @@ def engine_max_batch(config: RunConfig) -> int | None:
     return max_batch
 
 
-def held_out_suite(config: RunConfig) -> tuple[Any, Any] | None:
+def evaluation_suite(config: RunConfig) -> tuple[Any, Any] | None:
     """Return class and options of the sets in ``evaluate.sets``; None if there are none.
 
     Raises:
@@ -92,9 +92,9 @@ def held_out_suite(config: RunConfig) -> tuple[Any, Any] | None:
     """
     if not config.evaluate.sets:
         return None
-    from rlinf.envs.suite import HeldOutSuite, SuiteConfig  # few runs have sets
+    from rlinf.envs.suite import EvaluationSuite, SuiteConfig  # few runs have sets
 
-    return HeldOutSuite, validate(SuiteConfig, {"sets": config.evaluate.sets}, "evaluate")
+    return EvaluationSuite, validate(SuiteConfig, {"sets": config.evaluate.sets}, "evaluate")
 
 
 def required_context(config: RunConfig) -> int | None:
@@ -102,14 +102,14 @@ def required_context(config: RunConfig) -> int | None:
     cls, options = environment_class(config)
     horizon = max(config.rollout.horizon, config.evaluate.horizon or 0)
     contexts = [cls.max_context(options, horizon)]
-    if (suite := held_out_suite(config)) is not None:
+    if (suite := evaluation_suite(config)) is not None:
         contexts.append(suite[0].max_context(suite[1], horizon))
     return None if None in contexts else max(contexts)
 
 
 def eval_environment(ctx: StageContext) -> Environment | None:
     """Return the environment of evaluations on a primary rank, None on other ranks."""
-    suite = held_out_suite(ctx.config)
+    suite = evaluation_suite(ctx.config)
     if suite is None or not ctx.world.is_primary:
         return primary_rank_environment(ctx)
     if ctx.worker_state.eval_environment is None:

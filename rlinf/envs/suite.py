@@ -205,7 +205,7 @@ class SuiteEnvironment(PromptEnvironment):
             environment.close()
 
 
-class HeldOutSuite(SuiteEnvironment):
+class EvaluationSuite(SuiteEnvironment):
     """The sets on which a run that trains is evaluated (``evaluate.sets``)."""
 
     KEY = "evaluate.sets"
