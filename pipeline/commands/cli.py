@@ -224,7 +224,7 @@ def evaluate(
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Score a language model on sets of problems, without training. It can be interrupted."""
+    """Score a language model on sets of problems."""
     from pipeline.commands.evaluate import PAGE, run_evaluation, show_result
     from pipeline.resume import OnMismatch
 
