@@ -382,7 +382,7 @@ def init_site(
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write")] = Path("site.yaml"),
 ) -> None:
-    """Write a commented site file from what Slurm says about the cluster."""
+    """Ask Slurm about the cluster and write a site file."""
     from pipeline.commands import init_site as command
 
     typer.echo("\n".join(command.init_site(source, out)))
