@@ -136,6 +136,9 @@ class Unscheduled(contextlib.nullcontext[None]):
     def released(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def leave(self) -> None:
+        """Do nothing."""
+
 
 class DeviceSlot:
     """The right of one stage to use the device, by its position.
@@ -156,6 +159,10 @@ class DeviceSlot:
         """Release the device while waiting for an input."""
         return self._schedule.released(self)
 
+    def leave(self) -> None:
+        """Leave the schedule; a stage that fails before it computes must not hold up others."""
+        self._schedule.move(self, None)
+
     def __enter__(self) -> DeviceSlot:
         self._schedule.acquire(self)
         return self
@@ -166,4 +173,4 @@ class DeviceSlot:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._schedule.move(self, None)
+        self.leave()

@@ -307,12 +307,12 @@ class PoolWorker:
 
     def _run_stage(self, order: StageOrder, slot: DeviceSlot | Unscheduled) -> None:
         output = self._live_store.output(order.output)
-        # Heartbeats begin before the stage has its slot, because other ranks may already compute.
-        ranks = AttemptRanks(
-            self._run / order.output / f"{DATA_PREFIX}{order.attempt}",
-            self._process_group_info(order),
-        )
         try:
+            # Heartbeats begin before the stage has its slot: other ranks may already compute.
+            ranks = AttemptRanks(
+                self._run / order.output / f"{DATA_PREFIX}{order.attempt}",
+                self._process_group_info(order),
+            )
             with withdraw_on_damage(), ranks.attempt_scope():
                 with slot:
                     attempt = self._create_attempt(order, output, slot)
@@ -335,6 +335,7 @@ class PoolWorker:
                 log.warning("%s: another attempt was committed first", order.node)
             self._report_end(order, 0, "")
         except BaseException as error:
+            slot.leave()
             self._report_failure(order, output, error)
 
     def _create_attempt(

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import stages.inference
 import stages.rank_reports
 import stages.reward
 import stages.rollout
+import stages.worker.main
 from pipeline.commands.experiment import compose
 from rlinf.artifacts import Manifest, commit_output, content_digest, read_manifest
 from rlinf.channels.control_link import Controller, PeerReport
@@ -191,6 +193,24 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     there = taker.store.output("it/0002/rollout").stream("trajectories")
     assert until(lambda: there.is_complete(range(SAMPLES + 1)))
     taker.close()
+
+
+def test_a_stage_that_fails_before_it_computes_holds_up_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = stages.worker.main.AttemptRanks
+
+    def create_or_fail(folder: Path, *arguments: Any) -> Any:
+        if folder.parent.name == "rollout":
+            raise OSError("no space for the folder of the ranks")
+        return create(folder, *arguments)
+
+    monkeypatch.setattr(stages.worker.main, "AttemptRanks", create_or_fail)
+    monkeypatch.setattr(stages.reward, "run", lambda ctx: ctx.open_writer("rewards").close())
+    bench.order(order("rollout", 0), order("reward", 0))
+    bench.ended("reward/0")
+    with pytest.raises(AssertionError, match="no space for the folder of the ranks"):
+        bench.ended("rollout/0")
 
 
 @pytest.mark.parametrize("came", [0, 3])
