@@ -43,7 +43,7 @@ from rlinf.errors import (
 from stages.layout import CHANNELS_FOLDER, POOLS_FOLDER, STATUS_FILE, WORK_ITEM
 from stages.runner import StageCall
 from stages.worker.messages import (
-    CollectedPrompts,
+    CollectedStarts,
     WeightsAvailable,
     WorkerOrder,
     WorkItemEnded,
@@ -202,7 +202,7 @@ class PoolExecutor:
                     "of another version; see its log"
                 ) from None
             match report:
-                case CollectedPrompts():
+                case CollectedStarts():
                     self._scheduler.on_collected(event.worker, report.node, report.starts)
                 case WeightsAvailable():
                     weights = report.output, report.attempt, report.iteration

@@ -42,7 +42,7 @@ from stages.weight_deltas import WeightDeltas
 from stages.worker.messages import (
     AttemptEnded,
     CancelWork,
-    CollectedPrompts,
+    CollectedStarts,
     FetchOutput,
     FetchWeights,
     GenerateStarts,
@@ -418,7 +418,7 @@ class PoolWorker:
         records = self._live_store.output(order.output).available_records("trajectories")
         count = Counter(record.identity.sample // size for record in records)
         collected = sorted(start for start, samples in count.items() if samples == size)
-        self._send_report(CollectedPrompts(node=order.node, starts=tuple(collected)))
+        self._send_report(CollectedStarts(node=order.node, starts=tuple(collected)))
 
     def _report_weights(self, out: str, attempt: str, iteration: int) -> None:
         self._send_report(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))

@@ -167,10 +167,10 @@ class ShutDown(WorkerMessage):
     commit_timeout_s: float = 0.0
 
 
-class CollectedPrompts(WorkerMessage):
+class CollectedStarts(WorkerMessage):
     """The starts of a rollout whose trajectories have all been received."""
 
-    type: Literal["collected_prompts"] = "collected_prompts"
+    type: Literal["collected_starts"] = "collected_prompts"
     node: str
     starts: tuple[int, ...]
 
@@ -215,7 +215,7 @@ WorkerOrder = (
     | CancelWork
     | ShutDown
 )
-WorkerReport = CollectedPrompts | WeightsAvailable | WorkItemEnded
+WorkerReport = CollectedStarts | WeightsAvailable | WorkItemEnded
 
 _ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
 _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(

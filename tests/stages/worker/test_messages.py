@@ -45,7 +45,7 @@ ORDERS = [
     messages.ShutDown(commit_timeout_s=3.0),
 ]
 REPORTS = [
-    messages.CollectedPrompts(node="rollout/3", starts=(1, 2)),
+    messages.CollectedStarts(node="rollout/3", starts=(1, 2)),
     messages.WeightsAvailable(output="o", attempt="a", iteration=3),
     messages.WorkItemEnded(
         work_item="b",
@@ -79,9 +79,9 @@ def test_a_report_arrives_as_it_was_sent(expected: messages.WorkerReport) -> Non
         {},
         {"type": "shut_down"},
         {"type": "dance"},
-        {"type": "collected_prompts", "node": "n"},
-        {"type": "collected_prompts", "node": 5, "starts": [1]},
-        {"type": "collected_prompts", "node": "n", "starts": [1], "more": 1},
+        {"type": "collected_starts", "node": "n"},
+        {"type": "collected_starts", "node": 5, "starts": [1]},
+        {"type": "collected_starts", "node": "n", "starts": [1], "more": 1},
         {"type": "stage_ended", "node": "n", "exit_code": "x"},
     ],
 )
