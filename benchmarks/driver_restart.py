@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -14,10 +13,10 @@ import yaml
 
 from benchmarks.row import BenchmarkRow, median_row
 from benchmarks.slurm_jobs import start_dev_cluster
+from pipeline.pools.pool_status import read_pools_status
 from pipeline.run import Run
 from pipeline.run_control import last_driver_job_id
 from rlinf import package_paths
-from stages.layout import POOLS_FOLDER, STATUS_FILE
 
 REPEATS = 6
 PATIENCE_S = 180.0
@@ -84,16 +83,11 @@ def _job_state(job: str) -> tuple[str, int]:
 
 def _controls_pools(run: Path, since: float) -> bool:
     """Return whether the driver reported after ``since`` that its workers are connected."""
-    try:
-        content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text())
-    except FileNotFoundError:
-        return False
-    return content["time"] > since and all(
-        any(
-            worker["pool"] == pool["pool"] and worker["is_connected"]
-            for worker in content["workers"]
-        )
-        for pool in content["pools"]
+    status = read_pools_status(run)
+    return (
+        status is not None
+        and status.written_at > since
+        and all(any(worker.is_connected for worker in pool.workers) for pool in status.pools)
     )
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
@@ -25,9 +25,10 @@ from benchmarks.row import BenchmarkRow, median_row
 from benchmarks.run_helpers import LOG, start_driver
 from benchmarks.slurm_jobs import start_dev_cluster
 from pipeline.pools.autoscaler import request_scale
+from pipeline.pools.pool_status import read_pools_status
 from pipeline.pools.work_log import WORK_LOG
 from pipeline.run import Run
-from stages.layout import POOLS_FOLDER, STATUS_FILE
+from stages.layout import POOLS_FOLDER
 
 T = TypeVar("T")
 ROUNDS = 3
@@ -118,8 +119,9 @@ class ElasticRun:
         """Wait for ``count`` connected generators; returns their jobs by worker."""
 
         def read_jobs() -> dict[str, str]:
-            rows = json.loads((self.folder / POOLS_FOLDER / STATUS_FILE).read_text())["workers"]
-            jobs = {r["worker"]: r["job"] for r in rows if r["pool"] == 0 and r["is_connected"]}
+            status = read_pools_status(self.folder)
+            workers = [] if status is None else status.pools[0].workers
+            jobs = {worker.name: worker.job for worker in workers if worker.is_connected}
             jobs.pop(excluded, None)
             return jobs if len(jobs) == count else {}
 
@@ -207,10 +209,9 @@ def running(partition: str, workers: int, duty: float) -> Iterator[ElasticRun]:
 
 
 def _jobs(folder: Path) -> list[str]:
-    rows: list[dict[str, Any]] = json.loads((folder / POOLS_FOLDER / STATUS_FILE).read_text())[
-        "workers"
-    ]
-    return sorted({row["job"] for row in rows})
+    status = read_pools_status(folder)
+    assert status is not None
+    return sorted({worker.job for pool in status.pools for worker in pool.workers})
 
 
 def _job_start_time(job: str) -> float:

@@ -170,7 +170,7 @@ class ShutDown(WorkerMessage):
 class CollectedStarts(WorkerMessage):
     """The starts of a rollout whose trajectories have all been received."""
 
-    type: Literal["collected_starts"] = "collected_prompts"
+    type: Literal["collected_starts"] = "collected_starts"
     node: str
     starts: tuple[int, ...]
 

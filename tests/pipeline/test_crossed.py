@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from stages.layout import POOLS_FOLDER, STATUS_FILE
+from pipeline.pools.pool_status import read_pools_status
 from tests.conftest import TINY
 from tests.pipeline.helpers import start_driver, until
 from tests.pipeline.pools.test_executor import assert_like, samples
@@ -46,12 +45,10 @@ def reference(tiny_run: Path) -> Path:
 
 def activity(run: Path, node: str) -> str | None:
     """The activity of a node on its worker; None before a worker has it."""
-    try:
-        rows = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text())["workers"]
-    except (OSError, ValueError):
-        return None
-    stages = [stage for row in rows for stage in row["active_stages"]]
-    return next((stage["activity"] for stage in stages if stage["node"] == node), None)
+    status = read_pools_status(run)
+    workers = [] if status is None else [worker for p in status.pools for worker in p.workers]
+    stages = [stage for worker in workers for stage in worker.active_stages]
+    return next((stage.activity for stage in stages if stage.node == node), None)
 
 
 def worker(run: Path, pool: str) -> psutil.Process:
