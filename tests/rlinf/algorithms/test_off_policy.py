@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.commands.experiment import compose
+from pipeline.validate_config import load_components
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.off_policy import OffPolicyAlgorithm
 from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.config import OptimizerSection, validate
+from rlinf.config import OptimizerSection, RunConfig, validate
 from rlinf.data.batch import TrainingSample
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import StepRewards, Trajectory
@@ -336,6 +339,8 @@ def test_a_policy_or_data_that_do_not_fit_are_refused(
     name: str, settings: dict[str, Any], model: dict[str, Any], words: str
 ) -> None:
     cls = algorithms.get(name)
-    algorithm = cls(validate(cls.Config, settings, "algorithm"))
+    options = validate(cls.Config, settings, "algorithm")
+    run = load_components(validate(RunConfig, compose(["experiment=pendulum_sac"])))
+    run = replace(run, options={**run.options, "model": MLPQConfig(**model)})
     with pytest.raises((ConfigError, DataError), match=words):
-        algorithm.check(MLPQConfig(**model))
+        cls.check(options, run)

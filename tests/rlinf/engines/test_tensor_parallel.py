@@ -21,6 +21,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.contracts.test_engine import TOKENS, Tried
 from tests.rlinf.engines.small_server import SmallConfig, SmallEngine
+from tests.rlinf.trainers.run_components import run_components
 
 HORIZON = 12
 
@@ -175,4 +176,5 @@ def test_sizes_go_by_any_name_that_a_family_has(tmp_path: Path) -> None:
         engine.close()
     config = CausalLMConfig(path=tmp_path)
     with pytest.raises(ConfigError, match=r"key\.tp: 3 .* 4 attention heads"):
-        SmallEngine.check_layout(SmallConfig(), config, ParallelLayout(tp=3), "key")
+        run = run_components(config)
+        SmallEngine.check_layout(SmallConfig(), run, ParallelLayout(tp=3), 3, "key")
