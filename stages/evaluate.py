@@ -112,11 +112,12 @@ def run(ctx: StageContext) -> None:
 
 def num_eval_samples(ctx: StageContext, environment: Environment) -> int:
     """Return the number of held-out samples of all processes."""
-    from rlinf.envs.suite import EvaluationSuite  # imported where a run has sets
+    if not ctx.config.evaluate.sets:
+        return ctx.config.evaluate.samples
+    from rlinf.envs.suite import EvaluationSuite  # few runs have sets
 
-    if isinstance(environment, EvaluationSuite):
-        return len(environment.attempts)
-    return ctx.config.evaluate.samples
+    assert isinstance(environment, EvaluationSuite), "a run with sets is evaluated on them"
+    return len(environment.attempts)
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
