@@ -361,7 +361,7 @@ def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> Non
         ConfigError: the task has too few problems, or the model too few positions.
     """
     # Sets of problems have sizes of their own.
-    uses_test_problems = not config.evaluate.sets
+    uses_test_problems = not config.evaluate.sets or config.sft.max_steps > 0
     if config.iterations and size.train == 0:
         raise ConfigError(
             f"task.train: task {config.task.name!r} has no training problems; name a file of them, "

@@ -67,12 +67,13 @@ def run(ctx: StageContext) -> None:
         with ctx.span("generate"):
             policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
-    starts = ctx.world.shard(num_eval_samples(ctx, environment))
+    num_samples = num_eval_samples(ctx, environment)
+    starts = ctx.world.shard(num_samples)
     counts = Counter[str]()
     with ctx.span("generate"):
         num_videos = ctx.config.evaluate.videos
         trajectories = generate_eval_episodes(
-            ctx, environment, policy, starts, num_videos=num_videos
+            ctx, environment, policy, starts, num_samples, num_videos=num_videos
         )
     with ctx.span("score"):
         scores = score_trajectories(environment, trajectories, counts)
@@ -154,7 +155,8 @@ def run_eval_episodes(
         policy: see :func:`stages.rollout.rollout_iter`.
         counts: updated with the number of failures by kind.
     """
-    trajectories = generate_eval_episodes(ctx, environment, policy, starts)
+    num_samples = ctx.config.evaluate.samples
+    trajectories = generate_eval_episodes(ctx, environment, policy, starts, num_samples)
     return trajectories, score_trajectories(environment, trajectories, counts)
 
 
@@ -163,6 +165,7 @@ def generate_eval_episodes(
     environment: Environment,
     policy: PolicyRunner | None,
     starts: Sequence[int],
+    num_samples: int,
     *,
     num_videos: int = 0,
 ) -> list[Trajectory]:
@@ -170,6 +173,7 @@ def generate_eval_episodes(
 
     Args:
         policy: see :func:`stages.rollout.rollout_iter`.
+        num_samples: number of held-out samples of all processes.
         num_videos: see :class:`rlinf.envs.base.RolloutRequest`.
     """
     request = RolloutRequest(
@@ -177,7 +181,7 @@ def generate_eval_episodes(
         iteration=0,
         split="test",
         group_ids=starts,
-        num_groups=num_eval_samples(ctx, environment),
+        num_groups=num_samples,
         group_size=1,
         horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,

@@ -28,8 +28,9 @@ def test_lost_episodes_have_no_weight_in_the_score(
         video_columns=lambda config: (),
         episode_metrics=lambda records: {},
         score=lambda trajectories, counts: scores,
+        sample_weights=lambda trajectories: [1.0] * len(trajectories),
     )
-    monkeypatch.setattr(stages.evaluate, "primary_rank_environment", lambda ctx: environment)
+    monkeypatch.setattr(stages.evaluate, "eval_environment", lambda ctx: environment)
     monkeypatch.setattr(stages.evaluate, "get_engine", lambda *_: None)
     monkeypatch.setattr(stages.evaluate, "generate_eval_episodes", lambda *_, **__: records)
     config = validate(RunConfig, compose(["experiment=arithmetic_grpo"]))
