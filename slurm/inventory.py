@@ -159,6 +159,15 @@ class PartitionInventory(Section):
         return dict(sorted(counts, key=lambda item: item[1]))
 
 
+def is_accepted(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, ...]) -> bool:
+    """Return whether a partition accepts an account or a QOS.
+
+    If there is a list of allowed names, Slurm ignores the denied names. It ignores case.
+    """
+    names = {word.casefold() for word in (denied if allowed is None else allowed)}
+    return (name.casefold() in names) != (allowed is None)
+
+
 def default_partition(partitions: Mapping[str, PartitionInventory]) -> str | None:
     """Return the name of the partition that jobs use by default; None if there is none."""
     return next((name for name, partition in partitions.items() if partition.is_default), None)

@@ -27,6 +27,7 @@ from slurm.inventory import (
     NodeGroup,
     PartitionInventory,
     default_partition,
+    is_accepted,
 )
 from slurm.jobs import JobResources, partition_names
 from slurm.records import AccountingLimits, Association, QosLimits, QueuedJob
@@ -232,10 +233,9 @@ class ClusterLimits:
         ):
             if not value or (kind == "account" and allowed is not None and may_be_nested):
                 continue
-            # If there is a list of allowed names, Slurm ignores the denied names. It ignores case.
-            names = {word.casefold() for word in (denied if allowed is None else allowed)}
-            if (value.casefold() in names) == (allowed is None):
-                only = "" if allowed is None else f", only of {', '.join(sorted(names))}"
+            if not is_accepted(value, allowed, denied):
+                names = sorted({word.casefold() for word in allowed or ()})
+                only = "" if allowed is None else f", only of {', '.join(names)}"
                 raise PlanError(
                     f"{prefix}.partition: partition {name!r} takes no jobs of {kind} "
                     f"{value}{only}; choose another partition, or another {kind} in the site file "

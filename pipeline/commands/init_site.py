@@ -12,7 +12,13 @@ from pipeline.inventory import load_or_survey
 from rlinf.artifacts import write_user_file
 from rlinf.errors import InputError
 from slurm import gpus
-from slurm.inventory import Inventory, NodeGroup, PartitionInventory, default_partition
+from slurm.inventory import (
+    Inventory,
+    NodeGroup,
+    PartitionInventory,
+    default_partition,
+    is_accepted,
+)
 from slurm.records import Association
 
 CONTAINER_TOOLS = ("apptainer", "singularity", "enroot")
@@ -133,7 +139,7 @@ def _access_lines(partition: PartitionInventory, associations: list[Association]
     """Yield account and QOS if those that jobs have by default are not allowed here."""
     accounts = list(dict.fromkeys(association.account for association in associations))
     allowed = [
-        a for a in accounts if _is_allowed(a, partition.allowed_accounts, partition.denied_accounts)
+        a for a in accounts if is_accepted(a, partition.allowed_accounts, partition.denied_accounts)
     ]
     if accounts and not allowed:
         yield f"    # {QUESTION} none of your accounts may use this partition"
@@ -143,7 +149,7 @@ def _access_lines(partition: PartitionInventory, associations: list[Association]
         yield f"    account: {_scalar(account)}"
     own = [a for a in associations if a.account == account]
     names = list(dict.fromkeys(name for a in own for name in (a.default_qos, *a.qos) if name))
-    usable = [n for n in names if _is_allowed(n, partition.allowed_qos, partition.denied_qos)]
+    usable = [n for n in names if is_accepted(n, partition.allowed_qos, partition.denied_qos)]
     if names and not usable:
         yield f"    # {QUESTION} none of your QOS ({', '.join(names)}) may use this partition"
     elif usable and usable[0] != names[0]:
@@ -151,10 +157,6 @@ def _access_lines(partition: PartitionInventory, associations: list[Association]
         yield f"    qos: {_scalar(usable[0])}{others}"
     elif usable[1:]:
         yield f"    # qos: {_scalar(usable[0])}  # or {', '.join(usable[1:])}"
-
-
-def _is_allowed(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, ...]) -> bool:
-    return name not in denied and (allowed is None or name in allowed)
 
 
 def _memory_lines(partition: PartitionInventory) -> Iterator[str]:

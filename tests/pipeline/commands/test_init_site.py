@@ -97,6 +97,13 @@ def test_account_and_qos_that_a_partition_allows_are_set(tmp_path: Path) -> None
     assert "rlinf submit RUN --partition cpu" in text
 
 
+def test_a_list_of_allowed_names_counts_alone_and_in_any_case() -> None:
+    limits = AccountingLimits(associations=(association("main", "normal", default="normal"),))
+    lists = {"allowed_qos": ("NORMAL",), "denied_qos": ("normal",), "allowed_accounts": ("Main",)}
+    text = site_text(inventory(partition("cpu", CPU_NODES, **lists), limits=limits, cluster="big"))
+    assert "none of your" not in text
+
+
 def test_rules_of_memory_and_nodes_are_told() -> None:
     text = site_text(
         inventory(
