@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlinf.config import RunConfig
+from rlinf.device_memory import GIB
 from rlinf.errors import ConfigError
 from stages.factory import policy_class
 from stages.flow import flow_of
 
-GIB = 1 << 30
 MOMENTS = {"adamw": 2, "sgd": 1}
 """Tensors of optimizer state per parameter."""
 
@@ -80,8 +80,7 @@ def check_disk_space(config: RunConfig) -> None:
 def free_bytes(folder: Path) -> int:
     """Return the bytes that the user can still write where ``folder`` will be."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    state = os.statvfs(existing)
-    return state.f_bavail * state.f_frsize
+    return shutil.disk_usage(existing).free
 
 
 def _num_bytes(tensor: Any) -> int:

@@ -115,14 +115,7 @@ def check_held_out_sets(run: RunComponents, processor: Any, positions: int | Non
         )
     cls, options = suite
     cls.model_spec(options)
-    for name, longest in cls(options, processor).longest_prompts.items():
-        horizon = options.sets[name].horizon
-        if positions is not None and longest + horizon > positions:
-            raise ConfigError(
-                f"evaluate.sets.{name}.horizon: prompts of up to {longest} tokens and {horizon} "
-                f"new ones do not fit into the {positions} positions of the model; set it to "
-                f"{positions - longest} or less"
-            )
+    cls(options, processor).check_lengths(positions)
 
 
 def load_components(config: RunConfig) -> RunComponents:

@@ -67,7 +67,7 @@ def run(ctx: StageContext) -> None:
         with ctx.span("generate"):
             policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
-    num_samples = num_eval_samples(ctx, environment)
+    num_samples = environment.num_eval_samples(ctx.config.evaluate.samples)
     starts = ctx.world.shard(num_samples)
     counts = Counter[str]()
     with ctx.span("generate"):
@@ -109,16 +109,6 @@ def run(ctx: StageContext) -> None:
         for name, value in environment.episode_metrics(trajectories).items():
             ctx.log_metric(name, value, weight=len(valid))
         ctx.log_counts(counts, len(scores), "held-out answers")
-
-
-def num_eval_samples(ctx: StageContext, environment: Environment) -> int:
-    """Return the number of held-out samples of all processes."""
-    if not ctx.config.evaluate.sets:
-        return ctx.config.evaluate.samples
-    from rlinf.envs.suite import EvaluationSuite  # few runs have sets
-
-    assert isinstance(environment, EvaluationSuite), "a run with sets is evaluated on them"
-    return len(environment.attempts)
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipeline.commands.experiment import compose_words, drive, prepare_run
-from pipeline.commands.results import best_version, weight_versions
+from pipeline.commands.results import best_version, verified_data_folder, weight_versions
 from pipeline.console import create_console
 from pipeline.evaluation.results import (
     EvaluationResult,
@@ -23,7 +23,7 @@ from pipeline.evaluation.statistics import Estimate
 from pipeline.report.theme import render_template
 from pipeline.resume import OnMismatch
 from rlinf import package_paths
-from rlinf.artifacts import read_manifest, write_atomic
+from rlinf.artifacts import write_atomic
 from rlinf.config import RunConfig, validate
 from rlinf.envs.suite import SuiteEnvironment
 from rlinf.errors import (
@@ -176,9 +176,7 @@ def model_folder(model: Path, version: int | None) -> Path:
         raise InputError(
             f"{model}: no version {version} of the weights on disk; available: {sorted(versions)}"
         )
-    manifest = read_manifest(versions[version])
-    assert manifest is not None, "listed as committed"
-    return versions[version] / manifest.data / WEIGHTS
+    return verified_data_folder(versions[version]) / WEIGHTS
 
 
 def evaluation_words(
@@ -209,16 +207,10 @@ def complete_sizes(values: dict[str, Any]) -> dict[str, Any]:
     processor = policy.check_spec(model_options, environment_cls.model_spec(options))
     environment = environment_cls(options, processor)
     assert isinstance(environment, SuiteEnvironment), "the experiment sets the task"
-    horizons = {name: settings.horizon for name, settings in options.sets.items()}
-    positions = policy.max_model_len(model_options)
-    for name, prompt in environment.longest_prompts.items():
-        if positions is not None and prompt + horizons[name] > positions:
-            raise ConfigError(
-                f"{name}.horizon: prompts of up to {prompt} tokens and {horizons[name]} new ones "
-                f"do not fit into the {positions} positions of the model; set "
-                f"{name}.horizon={max(1, positions - prompt)} or less"
-            )
-    samples, horizon = len(environment.attempts), max(horizons.values())
+    # A set's name is enough on this command line.
+    environment.check_lengths(policy.max_model_len(model_options), key="")
+    samples = len(environment.attempts)
+    horizon = max(settings.horizon for settings in options.sets.values())
     evaluate = {**values["evaluate"], "samples": samples, "horizon": horizon}
     return {**values, "evaluate": evaluate}
 

@@ -127,18 +127,18 @@ class RunResults:
                 f"{sorted(versions)}"
             )
         policy, options = policy_class(self.config)
-        folder = _verified_data_folder(versions[selected]) / WEIGHTS
+        folder = verified_data_folder(versions[selected]) / WEIGHTS
         tensors: dict[str, Tensor] = policy.load(folder, options).module.state_dict()
         return tensors
 
     def _records(self, channel: str, outputs: list[Path]) -> Iterator[Record]:
         for out in outputs:
-            for record in RecordFileReader(_verified_data_folder(out).glob(f"{channel}-r*.h5")):
+            for record in RecordFileReader(verified_data_folder(out).glob(f"{channel}-r*.h5")):
                 steps = {name: to_array(column) for name, column in record.steps.items()}
                 yield replace(record, steps=steps)
 
 
-def _verified_data_folder(out: Path) -> Path:
+def verified_data_folder(out: Path) -> Path:
     """Return the data folder of an output after checking that all files exist. Checksums are
     compared when the files are read."""
     manifest = read_manifest(out)
@@ -198,10 +198,7 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
         raise InputError(f"{to}: is a file; choose a new folder")
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
-    manifest = read_manifest(versions[selected])
-    assert manifest is not None
-    verify_output(versions[selected], manifest, checksums=False)
-    policy_folder = versions[selected] / manifest.data / "weights"
+    policy_folder = verified_data_folder(versions[selected]) / "weights"
     shutil.copytree(policy_folder, to, dirs_exist_ok=True, copy_function=_copy_verified)
     return selected
 

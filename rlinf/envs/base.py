@@ -231,6 +231,10 @@ class Environment(Component, ABC):
         groups."""
         return True
 
+    def num_eval_samples(self, requested: int) -> int:
+        """Return the number of held-out samples, if ``evaluate.samples`` is ``requested``."""
+        return requested
+
     def sample_weights(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """Return the weight of each held-out sample in the mean score; equal by default."""
         return [1.0] * len(trajectories)

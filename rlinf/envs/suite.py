@@ -136,6 +136,30 @@ class SuiteEnvironment(PromptEnvironment):
         """Number of tokens of the longest prompt of each set."""
         return {name: environment.longest_prompt for name, environment in self._sets.items()}
 
+    def check_lengths(self, positions: int | None, key: str | None = None) -> None:
+        """Check that prompts and responses of each set fit the model.
+
+        Args:
+            positions: maximum number of tokens of the model; None if unlimited.
+            key: key of the sets in messages; by default :attr:`KEY`.
+
+        Raises:
+            ConfigError: those of a set do not fit.
+        """
+        prefix = self.KEY if key is None else key
+        for name, longest in self.longest_prompts.items():
+            horizon = self.config.sets[name].horizon
+            if positions is not None and longest + horizon > positions:
+                set_key = f"{prefix}.{name}" if prefix else name
+                raise ConfigError(
+                    f"{set_key}.horizon: prompts of up to {longest} tokens and {horizon} new ones "
+                    f"do not fit into the {positions} positions of the model; set "
+                    f"{set_key}.horizon={max(1, positions - longest)} or less"
+                )
+
+    def num_eval_samples(self, requested: int) -> int:
+        return len(self.attempts)
+
     @classmethod
     def max_context(cls, config: Any, horizon: int) -> int | None:
         contexts = []

@@ -118,13 +118,11 @@ class PromptEnvironment(TextEnvironment):
         samples = request.sample_ids()
         rows = np.array([rows_by_group[s // request.group_size] for s in samples.tolist()], int)
         columns = [prompt.extra_columns() for prompt in prompts]
+        stacked = {**_pad_prompts(encoded), **_stack_columns(columns)}
         partial = request.partial_samples or {}
         for settings, positions in _positions_by_sampling(prompts, rows):
-            observations.put(
-                _token_request(
-                    request, settings, samples[positions], rows[positions], encoded, columns
-                )
-            )
+            steps = {name: column[rows[positions]] for name, column in stacked.items()}
+            observations.put(_token_request(request, settings, samples[positions], steps))
         observations.close()
         for reply in actions:
             replies = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
@@ -186,35 +184,34 @@ def _positions_by_sampling(
     return groups or [(None, [])]
 
 
+def _pad_prompts(prompts: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the columns of a request for prompts: token ids padded with zeros, and lengths."""
+    lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
+    padded = np.zeros((len(prompts), int(lengths.max(initial=1))), dtype=np.int64)
+    for padded_row, ids in zip(padded, prompts, strict=True):
+        padded_row[: len(ids)] = ids
+    return {"prompt": padded, "prompt_length": lengths}
+
+
 def _token_request(
     request: RolloutRequest,
     sampling: Mapping[str, Scalar] | None,
     samples: np.ndarray,
-    rows: np.ndarray,
-    prompts: Sequence[np.ndarray],
-    columns: Sequence[Mapping[str, np.ndarray]],
+    steps: Mapping[str, np.ndarray],
 ) -> Record:
     """Return the request for some samples.
 
     Args:
         sampling: their sampling settings; None: those of ``request``.
         samples: their numbers, int64 ``[N]``.
-        rows: index of the prompt of each sample, int64 ``[N]``.
-        prompts: token ids of all prompts.
-        columns: further columns of all prompts.
+        steps: columns of their prompts, ``[N, ...]``.
     """
-    lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
-    padded = np.zeros((len(prompts), int(lengths.max(initial=1))), dtype=np.int64)
-    for padded_row, ids in zip(padded, prompts, strict=True):
-        padded_row[: len(ids)] = ids
     partial = request.partial_samples or {}
     return Record(
         RecordId(request.iteration, int(samples[0]) if len(samples) else 0),
         steps={
             "sample": samples,
-            "prompt": padded[rows],
-            "prompt_length": lengths[rows],
-            **{name: column[rows] for name, column in _stack_columns(columns).items()},
+            **steps,
             **_partial_columns([partial[sample] for sample in samples.tolist() if partial]),
         },
         info=request.request_info if sampling is None else dict(sampling),

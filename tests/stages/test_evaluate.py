@@ -28,6 +28,7 @@ def test_lost_episodes_have_no_weight_in_the_score(
         video_columns=lambda config: (),
         episode_metrics=lambda records: {},
         score=lambda trajectories, counts: scores,
+        num_eval_samples=lambda requested: requested,
         sample_weights=lambda trajectories: [1.0] * len(trajectories),
     )
     monkeypatch.setattr(stages.evaluate, "eval_environment", lambda ctx: environment)
