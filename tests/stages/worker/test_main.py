@@ -265,7 +265,9 @@ def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(
     goes_on.set()
     bench.ended("rollout/0")
     report = {"files": {}, "metrics": {}, "spans": [], "usage": [], "digests": {}, "faults": []}
-    (sign.parent / "1.json").write_text(json.dumps(report | {"fallbacks": []}))
+    temporary = sign.parent / ".1.json"
+    temporary.write_text(json.dumps(report | {"fallbacks": []}))
+    temporary.replace(sign.parent / "1.json")  # Rank 0 polls: it must not read half a report.
     bench.ended("rollout/1")
     assert not sign.parent.exists()
 
