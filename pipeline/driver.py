@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from pipeline.cleanup import remove_orphans
 from pipeline.executors import InProcessExecutor, Outcome, StageExecutor, stage_call
+from pipeline.gpu_hours import GpuBudget
 from pipeline.graph import Graph, StageNode
 from pipeline.lock import RunLock
 from pipeline.metrics import MetricsLog
@@ -68,6 +69,10 @@ class Driver:
     """Whether to run only the setup stages (SFT), which precede the first iteration."""
     on_mismatch: OnMismatch = OnMismatch.ERROR
     """Handling of results of another configuration or other code."""
+    budget: GpuBudget | None = None
+    """Counts and limits the GPU-hours of the run."""
+    is_over_budget: bool = False
+    """Whether the run ended early because its GPU-hours are used up."""
     max_lookahead: int = 16
     """Number of unfinished nodes, in the order of the graph, that the driver considers at a time;
     it starts those that are ready. The stages of ``rollout.staleness`` iterations are added."""
@@ -83,6 +88,8 @@ class Driver:
         self._damage_checked_at = 0.0
         self._has_warned_of_skipped = False
         self._metrics = MetricsLog(self.run.folder)
+        self._postponed: StageNode | None = None
+        """First node of the next iteration, if the budget does not allow it now."""
 
     def drive(self) -> None:
         """Run every unfinished node.
@@ -106,6 +113,8 @@ class Driver:
                 raise
             finally:
                 self.executor.stop(keep_jobs=keep_jobs)
+                if self.budget is not None:
+                    self.budget.close()
 
     def _recover(self) -> None:
         self._check_config_unchanged()
@@ -143,6 +152,11 @@ class Driver:
             window = [node for node in window if node not in self._done]
             window += self._next_nodes(nodes, self.max_lookahead - len(window))
             if not window:
+                self.is_over_budget = self._postponed is not None
+                return
+            may_start = self.budget is None or not self.budget.is_used_up()
+            if not may_start and not self._running:
+                self.is_over_budget = True
                 return
             for node in window:
                 if node in self._running or node in self._done or not self._is_ready(node):
@@ -151,7 +165,7 @@ class Driver:
                 if manifest is not None:
                     # A job of an earlier driver has committed it.
                     self._finish(node, manifest)
-                else:
+                elif may_start:
                     self._start(node)
                     if not isinstance(self.executor, InProcessExecutor):
                         continue
@@ -176,11 +190,14 @@ class Driver:
         while len(selected) < count or (
             streams and selected and selected[-1].stage not in last_stages
         ):
-            node = next(nodes, None)
+            node, self._postponed = self._postponed or next(nodes, None), None
             if node is None:
                 break
             if node in self._done:
                 continue
+            if not self._allows_iteration(node):
+                self._postponed = node
+                break
             if is_skipped(self.graph, self.run.folder, node):
                 if not self._has_warned_of_skipped:
                     log.warning(
@@ -192,6 +209,15 @@ class Driver:
                 continue
             selected.append(node)
         return selected
+
+    def _allows_iteration(self, node: StageNode) -> bool:
+        """Return whether the budget allows the iteration that begins with ``node``, after those
+        that have begun; True for all other nodes."""
+        if self.budget is None or node.stage != next(iter(self.graph.flow.stages)):
+            return True
+        publish = self.graph.flow.publish_stage
+        num_finished = len([done for done in self._done if done.stage == publish])
+        return self.budget.allows(node.iteration + 1 - num_finished, num_finished)
 
     def _is_ready(self, node: StageNode) -> bool:
         # An unverified result may be valid: wait for its inputs, which decide this.

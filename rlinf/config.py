@@ -312,7 +312,15 @@ class CheckpointSection(Section):
     """Number of iterations whose trajectories are kept, besides the first."""
 
 
-NON_SEMANTIC_KEYS = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
+class BudgetSection(Section):
+    """What a run may use."""
+
+    gpu_hours: float | None = Field(default=None, gt=0)
+    """GPU-hours of all jobs of the run. It ends before an iteration that would exceed them, at the
+    mean of the finished ones; no stage starts once they are used up. Null: no limit."""
+
+
+NON_SEMANTIC_KEYS = frozenset({"run", "cluster", "plan", "log", "budget", "device_memory_gib"})
 """Top-level keys that never change a result: they are not part of any identity."""
 
 
@@ -348,6 +356,7 @@ class RunConfig(Section):
     _environment_keys: tuple[str, ...] = ()
     log: dict[str, Any] = {}
     """Trackers and verbosity."""
+    budget: BudgetSection = BudgetSection()
     device_memory_gib: float | None = Field(default=None, gt=0)
     """Device memory that engine, trainer and reference of one process may together keep while
     stages take turns; the rest is offloaded to host memory. By default 60 % of a GPU, and all of it

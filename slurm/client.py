@@ -16,15 +16,18 @@ from rlinf.errors import SlurmError, SlurmUnresponsiveError
 from slurm.jobs import (
     STOP_SIGNALS,
     JobStatus,
+    is_job_id,
     parent_job_id,
 )
 from slurm.records import (
+    SACCT_ELAPSED,
     SACCT_JOBS,
     SQUEUE_COMMENTS,
     SQUEUE_JOBS,
     QueuedJob,
     parse_accounting,
     parse_comments,
+    parse_elapsed,
     parse_expected_wait,
     parse_past_waits,
     parse_queue,
@@ -89,6 +92,15 @@ class SlurmClient:
         # An array element that was cancelled while pending may be listed under its array's id only.
         listed_ids = {i: i if i in by_id else parent_job_id(i) for i in ids}
         return {i: by_id[listed_id] for i, listed_id in listed_ids.items() if listed_id in by_id}
+
+    def elapsed_s(self, ids: Collection[str]) -> dict[str, float]:
+        """Return how long ended jobs ran, seconds, by id; jobs unknown to accounting are absent."""
+        job_ids = sorted({parent_job_id(job_id) for job_id in ids if is_job_id(job_id)})
+        try:
+            seconds = parse_elapsed(self.run(*SACCT_ELAPSED, ",".join(job_ids))) if job_ids else {}
+        except SlurmError:
+            return {}
+        return {job_id: seconds[job_id] for job_id in ids if job_id in seconds}
 
     def cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs. Jobs that have already ended are ignored; the others are cancelled anyway.

@@ -34,6 +34,8 @@ from slurm.jobs import (
 SQUEUE_JOBS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
 SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 SACCT_JOBS = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
+# -D prints a row for each start of a job that was requeued.
+SACCT_ELAPSED = ("sacct", "-n", "-P", "-X", "-D", "-o", "JobID,State,ElapsedRaw", "-j")
 _JOB_STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
 _EXIT_CODE = re.compile(r"(\d+):\d+")
 # sinfo's -o never truncates a value; -O does at its column widths.
@@ -212,6 +214,17 @@ def parse_accounting(text: str) -> dict[str, JobStatus]:
         for job_id in expand_job_ids(ids):
             statuses[job_id] = JobStatus(job_state, exit_code, reason, partition, node)
     return statuses
+
+
+def parse_elapsed(text: str) -> dict[str, float]:
+    """Parse sacct's answer to :data:`SACCT_ELAPSED`: seconds of all starts of each ended job."""
+    seconds, active = Counter[str](), set()
+    for job_id, state, elapsed in _job_rows(text, 3):
+        seconds[job_id] += _to_int(elapsed)
+        # The row of a start that was requeued has the state REQUEUED.
+        if parse_job_state(state).is_active and state != "REQUEUED":
+            active.add(job_id)
+    return {job_id: float(total) for job_id, total in seconds.items() if job_id not in active}
 
 
 def parse_past_waits(text: str, partition: str) -> list[tuple[int, float]]:

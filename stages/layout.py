@@ -23,6 +23,8 @@ STOP_FILE = "stop"
 """Contains the token of the driver that must stop."""
 METRICS_FILE, TIMINGS_FILE = "metrics.jsonl", "timings.jsonl"
 """One line per finished iteration with its metrics; one line per stage with its times."""
+GPU_HOURS_FILE = "gpu_hours.json"
+"""For how long each job has held how many GPUs."""
 TRACKED_FILE = "tracked.txt"
 """Digests of the metrics that trackers have received."""
 

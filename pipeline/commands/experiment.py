@@ -19,11 +19,17 @@ from pipeline.callbacks import (
 )
 from pipeline.driver import Driver, RunCallback
 from pipeline.executors import InProcessExecutor, StageExecutor
+from pipeline.gpu_hours import GpuBudget, GpuHours, MeteredLauncher, check_budget, driver_gpus
 from pipeline.graph import Graph
 from pipeline.health_checks import HealthCheckCallback
 from pipeline.plan import Plan, load_plan
 from pipeline.report import write_report
-from pipeline.resources import ClusterConfig, pool_resources, resolve_plan
+from pipeline.resources import (
+    ClusterConfig,
+    plan_job_requests,
+    pool_resources,
+    resolve_plan,
+)
 from pipeline.resume import OnMismatch
 from pipeline.run import Run, read_run_record
 from pipeline.run_control import StopRequest, check_no_driver_job, start_lock
@@ -109,6 +115,9 @@ def validate_experiment(
     for number in range(len(plan.pools)):
         pool_resources(plan, number)
     check_layouts(config, plan)
+    requests = plan_job_requests(plan, cluster) if cluster.launcher == "slurm" else {}
+    jobs = [job for alternatives in requests.values() for job in alternatives]
+    check_budget(config.budget.gpu_hours, cluster.launcher, jobs)
     if cluster.launcher != "inprocess":
         from pipeline.job_executor import create_launcher
 
@@ -249,6 +258,8 @@ def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> Clus
 
 def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_only: bool) -> None:
     check_no_driver_job(run)
+    gpu_hours = GpuHours(run.folder)
+    budget = GpuBudget(gpu_hours, run.config.budget.gpu_hours, driver_gpus(cluster.launcher))
     with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as progress:
         stop = StopRequest(run.folder, flag.is_set)
         executor: StageExecutor
@@ -262,6 +273,10 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_o
 
             plan = resolve_plan(Plan.from_run(run.folder), cluster)
             launcher = create_launcher(cluster, plan, current_job_resources())
+            if cluster.launcher == "slurm":
+                from slurm.client import SlurmClient
+
+                launcher = MeteredLauncher(launcher, gpu_hours, SlurmClient().elapsed_s)
             if plan.execution == "pools":
                 from pipeline.pools.executor import PoolExecutor
 
@@ -270,7 +285,17 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_o
         trackers = TrackerCallback(run)
         callbacks: list[RunCallback] = [progress, HealthCheckCallback(run), trackers]
         try:
-            Driver(run, executor, callbacks, cluster.max_retries, setup_only, on_mismatch).drive()
+            driver = Driver(
+                run, executor, callbacks, cluster.max_retries, setup_only, on_mismatch, budget
+            )
+            driver.drive()
+            if driver.is_over_budget:
+                log.warning(
+                    "budget.gpu_hours: %s; the run ends before its last iteration. Continue with: "
+                    "rlinf resume %s budget.gpu_hours=...",
+                    budget.describe(),
+                    run.folder,
+                )
             never_started = pools is not None and not pools.has_started
             if never_started and cluster.launcher == "slurm" and not setup_only:
                 from pipeline.commands.stop import cancel_run_jobs

@@ -16,6 +16,7 @@ from rich.table import Table
 from launchers.submission_queue import read_submitted_job
 from pipeline.commands.results import weight_versions
 from pipeline.console import create_console, format_duration, format_number, format_rate
+from pipeline.gpu_hours import format_gpu_hours, read_gpu_hours
 from pipeline.graph import Graph, StageNode
 from pipeline.health_checks import run_warnings
 from pipeline.lock import LOCK_FILE, find_live_owner
@@ -81,6 +82,10 @@ class RunStatus:
     generator counts one per work item."""
     accepted_mismatches: tuple[AcceptedMismatch, ...] = ()
     """Results that ``--keep`` accepted although their configuration or code had changed."""
+    gpu_hours: dict[str, float] = field(default_factory=dict)
+    """GPU-hours used by partition."""
+    gpu_hours_budget: float | None = None
+    """GPU-hours after which the run ends; None: no limit."""
     best: BestWeights | None = None
     """The weights with the best held-out score; None before the first evaluation."""
 
@@ -163,6 +168,8 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         disk_fallbacks=_count_disk_fallbacks(run, graph, published[-RECENT_ITERATIONS:]),
         pools=read_pools_status(run.folder),
         accepted_mismatches=read_accepted_mismatches(run.folder).entries,
+        gpu_hours=read_gpu_hours(run.folder),
+        gpu_hours_budget=run.config.budget.gpu_hours,
         best=best_weights(run.config, run.folder),
     )
 
@@ -206,6 +213,8 @@ def status_table(status: RunStatus) -> Table:
         table.add_row("held-out score", format_number(status.score))
     if status.best is not None:
         table.add_row("best held-out score", format_best(status.best))
+    if status.gpu_hours or status.gpu_hours_budget:
+        table.add_row("GPU-hours", format_gpu_hours(status.gpu_hours, status.gpu_hours_budget))
     table.add_row("weights on disk", _versions_text(status.versions))
     for warning in status.warnings:
         table.add_row("warning", warning)

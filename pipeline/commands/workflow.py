@@ -79,6 +79,11 @@ def prepare_workflow(
     overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flatten(remaining))]
     values = compose(overrides)
     config = validate(RunConfig, values)
+    if config.budget.gpu_hours is not None:
+        raise ConfigError(
+            "budget.gpu_hours: Snakemake decides when jobs start, and cannot end a run for its "
+            "GPU-hours; leave the budget out, or use: rlinf run"
+        )
     if dry_run and (config.run.folder / CONFIG_FILE).exists():
         run = Run(config.run.folder, config)
     elif is_driver:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pipeline.console import format_duration, format_number
+from pipeline.gpu_hours import format_gpu_hours, read_gpu_hours
 from pipeline.health_checks import run_warnings
 from pipeline.metrics import headline_metrics, step_unit
 from pipeline.report.charts import GIB, build_plots, gantt_columns
@@ -181,6 +182,8 @@ def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
     if data.wall_s:
         tiles.append(("wall time", format_duration(data.wall_s)))
         tiles.append(("time in stages", format_duration(data.busy_s)))
+    if gpu_hours := read_gpu_hours(data.run.folder):
+        tiles.append(("GPU-hours", format_gpu_hours(gpu_hours, config.budget.gpu_hours)))
     return tiles
 
 

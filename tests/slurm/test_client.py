@@ -15,6 +15,7 @@ from slurm.client import run_command
 from slurm.jobs import JobState, JobStatus, diagnose_pending, parse_job_state
 from slurm.records import (
     parse_accounting,
+    parse_elapsed,
     parse_gpus,
     parse_job,
     parse_minutes,
@@ -151,3 +152,16 @@ def test_states_known_and_unknown(text: str, want: JobState) -> None:
 def test_a_machine_without_slurm_is_told_apart() -> None:
     with pytest.raises(SlurmError, match="no Slurm"):
         run_command(["sinfo-not-here"])
+
+
+def test_elapsed_times_add_up_all_starts_of_ended_jobs() -> None:
+    answer = (
+        "Welcome to the cluster | maintenance on Monday\n"
+        "12|REQUEUED|40\n"
+        "12|COMPLETED|100\n"
+        "13_2|CANCELLED by 1000|7\n"
+        "14+1|RUNNING|30\n"
+        "15|PREEMPTED|5\n"
+        "15|PENDING|0\n"
+    )
+    assert parse_elapsed(answer) == {"12": 140.0, "13_2": 7.0}
