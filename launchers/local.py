@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from pathlib import Path
 
 from launchers.launcher import JobSpec, failure_reason, log_tail
@@ -24,6 +26,7 @@ from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanEr
 from rlinf.package_paths import child_python_path
 from slurm.jobs import JobResources, JobState, JobStatus
 
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DOCUMENTED_CODES = (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT, EXIT_REQUEUE)
 
 
@@ -33,16 +36,44 @@ class _StartedJob:
     processes: list[subprocess.Popen[bytes]]
     logs: list[Path]
     """The log of each rank."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that its processes see."""
     status: JobStatus | None = None
     """The final status; None: no poll has found that the job has ended."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether one of its processes has not ended."""
+        return any(process.poll() is None for process in self.processes)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that processes on this machine see, as names for CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get(CUDA_VISIBLE_DEVICES)
+    if visible is not None:
+        return [name for name in map(str.strip, visible.split(",")) if name]
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 @dataclass
 class LocalLauncher:
-    """Launches jobs as local processes. A failed rank ends the other ranks of its job."""
+    """Launches jobs as local processes. A failed rank ends the other ranks of its job.
+
+    On a machine with several GPUs each job sees as many of them as it has processes, or asks for,
+    and jobs that run at the same time get different ones as far as there are enough.
+    """
 
     poll_interval_s: float = 0.05
     _started: dict[str, _StartedJob] = field(default_factory=dict)
+
+    def _choose_gpus(self, job: JobSpec) -> tuple[str, ...]:
+        """Return the GPUs for a job: at least one for each process, those with the fewest jobs."""
+        gpus = visible_gpus()
+        requested = sum(part.nodes * part.gpus_per_node for part in job.components)
+        count = max(requested, sum(part.tasks for part in job.components))
+        used = Counter(gpu for job in self._started.values() if job.runs for gpu in job.gpus)
+        chosen = sorted(gpus, key=lambda gpu: used[gpu])[:count]
+        return tuple(gpu for gpu in gpus if gpu in chosen)
 
     def submit(self, job: JobSpec) -> str:
         job_id = secrets.token_hex(6)
@@ -54,11 +85,12 @@ class LocalLauncher:
                 f"{job.name}: speed_weights by kind of node ({', '.join(speed_weights)}) need "
                 "cluster=slurm; on one machine give one number per process"
             )
-        processes, logs = [], []
+        processes, logs, gpus = [], [], self._choose_gpus(job)
         for rank in range(world_size):
             environment = {
                 **os.environ,
                 **process_tuning.child_environment(),
+                **({CUDA_VISIBLE_DEVICES: ",".join(gpus)} if gpus else {}),
                 **job.resources.env,
                 **(
                     {SPEED_WEIGHTS_VARIABLE: ",".join(map(str, speed_weights))}
@@ -90,7 +122,7 @@ class LocalLauncher:
                     )
                 )
             logs.append(log)
-        self._started[job_id] = _StartedJob(job, processes, logs)
+        self._started[job_id] = _StartedJob(job, processes, logs, gpus)
         return job_id
 
     def submit_array(self, jobs: Sequence[JobSpec]) -> list[str]:

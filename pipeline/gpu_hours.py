@@ -9,7 +9,6 @@ allocation count with the GPUs of that allocation, or of this machine.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from pydantic import Field
 
 from launchers.launcher import JobSpec, Launcher
+from launchers.local import visible_gpus
 from rlinf.artifacts import write_atomic
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
@@ -181,10 +181,7 @@ def driver_gpus(launcher: str) -> dict[str, int]:
         return {job.partition or "": job.nodes * job.gpus_per_node}
     if launcher == "slurm":
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return {THIS_MACHINE: len([name for name in visible.split(",") if name.strip()])}
-    return {THIS_MACHINE: len(list(Path("/dev").glob("nvidia[0-9]*")))}
+    return {THIS_MACHINE: len(visible_gpus())}
 
 
 def _gpus_of_job(components: Sequence[JobResources], partition: str) -> dict[str, int]:

@@ -431,7 +431,11 @@ class ServerEngine(ExternalEngine):
             world = self.world
             gpu_environment = {
                 CUDA_VISIBLE_DEVICES: server_gpus(
-                    world.local_rank, server_index, config.replicas, world.layout.tp
+                    world.local_rank,
+                    int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                    server_index,
+                    config.replicas,
+                    world.layout.tp,
                 )
             }
         return ServerProcess(
@@ -536,11 +540,16 @@ def check_attention_heads(
         )
 
 
-def server_gpus(local_rank: int, server_index: int, num_servers: int, gpus_per_server: int) -> str:
+def server_gpus(
+    local_rank: int, num_ranks: int, server_index: int, num_servers: int, gpus_per_server: int
+) -> str:
     """Return the GPUs of one server in the format of CUDA_VISIBLE_DEVICES.
+
+    Launchers show each process either all GPUs of its job on the node or only its own.
 
     Args:
         local_rank: Local rank of the starting process; the ranks of a model replica are adjacent.
+        num_ranks: Number of processes of the job on this node.
         server_index: Index of the server within the model replica.
         num_servers: Number of servers of the model replica, and of GPUs of each of its ranks.
         gpus_per_server: Number of GPUs of a server, and of ranks of the model replica.
@@ -550,12 +559,13 @@ def server_gpus(local_rank: int, server_index: int, num_servers: int, gpus_per_s
     """
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
     gpus = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
-    # Launchers show each process either all GPUs of the node or only its own.
-    first = local_rank * num_servers % max(1, len(gpus)) + server_index * gpus_per_server
+    sees_only_own = num_ranks > 1 and len(gpus) == num_servers
+    first = (0 if sees_only_own else local_rank * num_servers) + server_index * gpus_per_server
     if first + gpus_per_server > len(gpus):
         raise ConfigError(
-            f"engine.replicas: {num_servers} servers of {gpus_per_server} GPUs each need GPUs "
-            f"{first} to {first + gpus_per_server - 1} of this process, which sees {len(gpus)}; "
-            "give the stage more GPUs on a node, or lower engine.replicas or the layout's tp"
+            f"engine.replicas: {num_ranks} processes on this node with {num_servers} servers of "
+            f"{gpus_per_server} GPUs each need {num_ranks * num_servers} GPUs, and this process "
+            f"sees {len(gpus)}; give the stage more GPUs on a node, or lower engine.replicas or "
+            "the layout's tp"
         )
     return ",".join(gpus[first : first + gpus_per_server])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,8 @@ if what == "fail" and rank == "1":
     print("the reason"); sys.exit(66)
 if what in ("sleep", "fail"):
     time.sleep(60)
+if what == "gpus":
+    (folder / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 """
 
 
@@ -87,3 +90,33 @@ def test_settings_are_quoted_for_the_batch_script() -> None:
     assert "#SBATCH --gres=gpu:h100:2" in lines
     assert "#SBATCH --job-name=a-b" in lines
     assert not any("--time" in line for line in lines), "the partition's own limit"
+
+
+def test_jobs_at_the_same_time_get_different_gpus(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
+    launcher = LocalLauncher()
+
+    def gpus(ranks: int) -> str:
+        assert finish(launcher, launcher.submit(job(program, "gpus", ranks))).exit_code == 0
+        return (program / "gpus").read_text()
+
+    assert gpus(1) == "3"
+    other = launcher.submit(job(program, "sleep", ranks=2))
+    assert gpus(1) == "6", "the sleeping processes have 3 and 5"
+    assert gpus(5) == "3,5,6", "there are no more"
+    launcher.cancel([other])
+    assert gpus(2) == "3,5"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus(1) == ""
+
+
+def test_a_job_gets_the_gpus_that_it_asks_for(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    launcher = LocalLauncher()
+    asked = replace(job(program, "gpus"), resources=JobResources(gpus_per_node=3))
+    finish(launcher, launcher.submit(asked))
+    assert (program / "gpus").read_text() == "0,1,2"

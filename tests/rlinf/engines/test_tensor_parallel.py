@@ -123,16 +123,18 @@ def test_whatever_ends_a_batch_lets_the_others_go_on(monkeypatch: pytest.MonkeyP
 
 def test_each_server_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-abc,5,6")
-    assert [server_gpus(0, number, 2, 1) for number in range(2)] == ["3", "GPU-abc"]
-    assert [server_gpus(rank, 0, 1, 1) for rank in range(4)] == ["3", "GPU-abc", "5", "6"]
-    assert [server_gpus(rank, 0, 1, 2) for rank in (0, 2)] == ["3,GPU-abc", "5,6"]
-    assert [server_gpus(1, number, 2, 1) for number in range(2)] == ["5", "6"]
-    with pytest.raises(ConfigError, match=r"5 servers of 1 GPUs.*sees 4"):
-        server_gpus(0, 4, 5, 1)
-    with pytest.raises(ConfigError, match=r"1 servers of 2 GPUs each need GPUs 3 to 4.*sees 4"):
-        server_gpus(3, 0, 1, 2)
+    assert [server_gpus(0, 1, number, 2, 1) for number in range(2)] == ["3", "GPU-abc"]
+    assert [server_gpus(rank, 4, 0, 1, 1) for rank in range(4)] == ["3", "GPU-abc", "5", "6"]
+    assert [server_gpus(rank, 4, 0, 1, 2) for rank in (0, 2)] == ["3,GPU-abc", "5,6"]
+    assert [server_gpus(1, 2, number, 2, 1) for number in range(2)] == ["5", "6"]
+    with pytest.raises(ConfigError, match=r"1 processes .* 5 servers of 1 GPUs .* sees 4"):
+        server_gpus(0, 1, 4, 5, 1)
+    with pytest.raises(ConfigError, match=r"1 servers of 2 GPUs each need 4 GPUs.*sees 4"):
+        server_gpus(3, 4, 0, 1, 2)
+    with pytest.raises(ConfigError, match=r"6 processes on this node .* need 6 GPUs.*sees 4"):
+        server_gpus(4, 6, 0, 1, 1)  # no two servers on one GPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # each process is shown its own alone
-    assert [server_gpus(rank, 0, 1, 1) for rank in range(3)] == ["7"] * 3
+    assert [server_gpus(rank, 3, 0, 1, 1) for rank in range(3)] == ["7"] * 3
 
 
 @pytest.mark.parametrize(
