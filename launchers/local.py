@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from pathlib import Path
 
 from launchers.launcher import JobSpec, failure_reason, log_tail
 from rlinf import process_tuning

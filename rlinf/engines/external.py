@@ -194,7 +194,7 @@ class ExternalEngine(Engine):
         self.stop_token_ids = frozenset() if self._config.ignore_eos else hf_folder.stop_token_ids
         self._exporter = CheckpointExporter(module)
 
-    def _device_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """Return the size of weights and KV cache on one GPU, bytes."""
         weights = sum(tensor.nbytes for tensor in self._exporter.meta_tensors.values())
         return weights // self.world.layout.tp + self.kv_cache_bytes()

@@ -133,7 +133,7 @@ class InProcessEngine(ExternalEngine):
     def group_sizes(self) -> dict[str, MemorySize]:
         if not self.can_sleep or self.backend is None:
             return {}
-        size = self._device_bytes()
+        size = self.device_bytes()
         return {"engine": MemorySize(0, size, 0) if self._is_asleep else MemorySize(size, 0, 0)}
 
     def offload(self, group: str, min_bytes: int) -> int:

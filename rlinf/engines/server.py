@@ -343,7 +343,7 @@ class ServerEngine(ExternalEngine):
         """Return the memory of weights and KV cache on one GPU of a server."""
         if not self.can_sleep or self.version < 0:
             return {}
-        size = self._device_bytes()
+        size = self.device_bytes()
         return {"server": MemorySize(0, size, 0) if self._is_asleep else MemorySize(size, 0, 0)}
 
     def offload(self, group: str, min_bytes: int) -> int:

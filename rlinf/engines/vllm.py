@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlinf.engines.external import ExternalEngine
@@ -28,6 +29,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Environment variables of every process that imports vLLM."""
+WORKSPACE_BYTES = 2 << 30
+"""Memory of a GPU for activations and CUDA graphs, beside weights and KV cache."""
+MAX_MEMORY_SHARE = 0.9
+"""Largest share of a GPU that must be free when vLLM starts: vLLM's default."""
 LENGTH_SCALINGS = frozenset({"longrope"})
 """Rotary scalings as in the trainer: vLLM uses the long factors of LongRoPE if ``--max-model-len``
 exceeds the original length. Dynamic NTK would use the frequencies of the longest sequence."""
@@ -117,11 +122,25 @@ def vllm_args(engine: ExternalEngine, model: Path, context_length: int) -> list[
         *("--tensor-parallel-size", str(engine.world.layout.tp)),
         *("--max-model-len", str(context_length), "--max-num-seqs", str(config.max_num_seqs)),
         *("--kv-cache-memory-bytes", str(engine.kv_cache_bytes())),
+        *_memory_share_args(engine),
         *("--generation-config", "vllm"),  # ignore the checkpoint's sampling defaults
         *(["--enable-sleep-mode"] if engine.can_sleep else []),
         *(["--enforce-eager"] if engine.device.type == "cpu" else []),
         *(["--trust-remote-code"] if policy.trust_remote_code else []),
     ]
+
+
+def _memory_share_args(engine: ExternalEngine) -> list[str]:
+    """Return the share of a GPU that must be free when vLLM starts.
+
+    vLLM refuses to start with less free memory than this share, by default nine tenths, although
+    ``--kv-cache-memory-bytes`` decides what it allocates. A trainer may keep the rest.
+    """
+    if engine.device.type != "cuda":
+        return []  # on a CPU it would be a share of the node's memory
+    total = torch.cuda.get_device_properties(engine.device).total_memory
+    share = (engine.device_bytes() + WORKSPACE_BYTES) / total
+    return ["--gpu-memory-utilization", f"{min(share, MAX_MEMORY_SHARE):.3f}"]
 
 
 def vllm_sampling_params(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pytest import approx
 
 from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
@@ -65,14 +64,14 @@ def test_gpus_count_while_a_job_runs(open_hours: Callable[[], GpuHours], clock: 
     assert hours.total == 0, "it waited"
     hours.observe("1", {"a100": 4}, is_running=True)
     clock.now += HOUR / 2
-    assert hours.total == approx(2)
+    assert hours.total == pytest.approx(2)
     hours.observe("1", {"a100": 4}, is_running=False)
     clock.now += HOUR
     hours.observe("2", {"h100": 1}, is_running=True)
     clock.now += HOUR
     hours.observe("2", {"h100": 1}, is_running=True)
-    assert hours.total == approx(3)
-    assert read_gpu_hours(hours.run) == approx({"a100": 2, "h100": 1})
+    assert hours.total == pytest.approx(3)
+    assert read_gpu_hours(hours.run) == pytest.approx({"a100": 2, "h100": 1})
     assert format_gpu_hours(read_gpu_hours(hours.run), 8) == "3 of 8 (a100 2, h100 1)"
 
 
@@ -85,7 +84,7 @@ def test_a_job_that_slurm_starts_again_counts_twice_without_its_wait(
         clock.now += HOUR
         hours.observe("7", {"a100": 1}, is_running=False)
         clock.now += HOUR
-    assert hours.total == approx(2)
+    assert hours.total == pytest.approx(2)
 
 
 def test_a_job_that_outlives_its_driver_counts_without_a_gap(
@@ -96,7 +95,7 @@ def test_a_job_that_outlives_its_driver_counts_without_a_gap(
     later = open_hours()
     later.observe("7", {"a100": 1}, is_running=True)
     clock.now += HOUR
-    assert later.total == approx(2)
+    assert later.total == pytest.approx(2)
 
 
 def test_a_job_that_ended_without_a_driver_counts_as_accounting_says(
@@ -108,12 +107,12 @@ def test_a_job_that_ended_without_a_driver_counts_as_accounting_says(
         clock.now += HOUR
     later = open_hours()
     later.observe("7", {"a100": 1}, is_running=False)
-    assert later.total == approx(1), "no more is known than when it was seen last"
+    assert later.total == pytest.approx(1), "no more is known than when it was seen last"
     assert later.unaccounted == ["7"]
     later.correct({"7": 1.5 * HOUR})
-    assert later.total == approx(1.5)
+    assert later.total == pytest.approx(1.5)
     assert not later.unaccounted
-    assert read_gpu_hours(later.run) == approx({"a100": 1.5})
+    assert read_gpu_hours(later.run) == pytest.approx({"a100": 1.5})
 
 
 @given(
@@ -259,5 +258,5 @@ def test_the_gpus_of_the_drivers_own_job_count(monkeypatch: pytest.MonkeyPatch) 
 
 def test_snakemake_refuses_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="budget.gpu_hours: Snakemake"):
+    with pytest.raises(ConfigError, match=r"budget\.gpu_hours: Snakemake"):
         prepare_workflow({"experiment": "arithmetic_short", "budget__gpu_hours": 3})

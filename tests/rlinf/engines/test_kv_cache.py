@@ -87,6 +87,21 @@ def test_a_7b_model_starts_with_default_settings(
     assert tokens * engine.kv_bytes_per_token() == pytest.approx(0.4 * 80 * GIB, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["vllm", "vllm_in_process"])
+def test_vllm_starts_beside_a_trainer_that_keeps_most_of_the_gpu(
+    name: str, engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = engine_of(name, gpu_gib=80, context=1536, kv_cache_gib=6)
+    arguments = vllm_args(engine, tmp_path, 1536)
+    share = float(arguments[arguments.index("--gpu-memory-utilization") + 1])
+    assert engine.device_bytes() < share * 80 * GIB < engine.device_bytes() + 3 * GIB
+    engine = engine_of(name, gpu_gib=8, context=1536, kv_cache_gib=6)
+    arguments = vllm_args(engine, tmp_path, 1536)
+    assert arguments[arguments.index("--gpu-memory-utilization") + 1] == "0.900"
+    engine.device = torch.device("cpu")
+    assert "--gpu-memory-utilization" not in vllm_args(engine, tmp_path, 1536)
+
+
 @pytest.mark.parametrize("name", EXTERNAL)
 def test_one_sample_always_fits(name: str, engine_of: Callable[..., Any], tmp_path: Path) -> None:
     context, tokens = tokens_in_cache(engine_of(name), name, tmp_path)
