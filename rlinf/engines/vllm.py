@@ -188,7 +188,7 @@ class VLLMInProcessEngine(InProcessEngine):
             parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
             arguments = [
                 *vllm_args(self, model, self._max_model_len),
-                *("--load-format", "dummy", "--disable-log-stats", "--no-use-tqdm-on-load"),
+                *("--load-format", "dummy", "--no-use-tqdm-on-load"),
                 *(
                     "--worker-extension-cls",
                     "rlinf.engines.engine_plugins.rlinf_vllm.WorkerExtension",
@@ -196,7 +196,11 @@ class VLLMInProcessEngine(InProcessEngine):
                 *self._config.extra_args,
             ]
             args = EngineArgs.from_cli_args(parser.parse_args(arguments))
-            self.backend = LLMEngine.from_engine_args(args)
+            vllm_config = args.create_engine_config()
+            if self.device.type == "cuda":
+                # Otherwise vLLM uses GPU 0 in every process that sees all GPUs of its job.
+                vllm_config.device_config.device = self.device
+            self.backend = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
             self.backend.collective_rpc("rlinf_setup")
         # Otherwise each update logs that layers without weights were not loaded.
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)

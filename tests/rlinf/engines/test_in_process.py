@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,3 +189,13 @@ def test_it_is_in_no_process_with_a_trainer_of_several(name: str, tmp_path: Path
     engine.world = ProcessGroupInfo(0, 2)
     with pytest.raises(ConfigError, match=rf"engine\.name: {name} cannot share a process"):
         engine.load(tmp_path, 1)
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_vllm_computes_on_the_gpu_whose_index_its_device_has(index: int) -> None:
+    """This is how ranks that see all GPUs of their job get different ones."""
+    executors = pytest.importorskip("vllm.v1.executor.uniproc_executor")
+    device_config = SimpleNamespace(device=torch.device("cuda", index))
+    executor = SimpleNamespace(vllm_config=SimpleNamespace(device_config=device_config))
+    *_, local_rank = executors.UniProcExecutor._distributed_args(executor)
+    assert local_rank == index
