@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.engines.external import ExternalEngine
+from rlinf.config import Section
+from rlinf.engines.external import ExternalConfig, ExternalEngine
 from rlinf.engines.in_process import InProcessEngine, restore_process_state
 from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRequest
 from rlinf.engines.server import ServerConfig, ServerEngine
@@ -38,10 +39,23 @@ LENGTH_SCALINGS = frozenset({"longrope"})
 exceeds the original length. Dynamic NTK would use the frequencies of the longest sequence."""
 
 
-class VLLMConfig(ServerConfig):
+class RequestSeeds(Section):
+    """The option of vLLM engines for the seeds of requests."""
+
+    request_seeds: bool = True
+    """Whether each request has a seed, so that a sample depends only on the run's seed, the
+    iteration and its number. vLLM then draws the tokens of a batch row by row, which takes time
+    with large batches on a GPU. If false, a sample also depends on those that run beside it."""
+
+
+class VLLMConfig(RequestSeeds, ServerConfig):
     """Options of vLLM servers."""
 
     server_python: str = "vllm"
+
+
+class VLLMInProcessConfig(RequestSeeds, ExternalConfig):
+    """Options of vLLM in the stage's process."""
 
 
 class VLLMEngine(ServerEngine):
@@ -77,7 +91,7 @@ class VLLMEngine(ServerEngine):
     def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
         body = {
             "token_ids": request.context_tokens,
-            "sampling_params": vllm_sampling_params(request, self.stop_token_ids_for(request)),
+            "sampling_params": vllm_sampling_params(self, request),
         }
         return "/inference/v1/generate", body
 
@@ -143,9 +157,7 @@ def _memory_share_args(engine: ExternalEngine) -> list[str]:
     return ["--gpu-memory-utilization", f"{min(share, MAX_MEMORY_SHARE):.3f}"]
 
 
-def vllm_sampling_params(
-    request: SegmentRequest, stop_token_ids: Collection[int]
-) -> dict[str, Any]:
+def vllm_sampling_params(engine: ExternalEngine, request: SegmentRequest) -> dict[str, Any]:
     """Return vLLM's sampling parameters for a segment."""
     sampling = request.sampling
     return {
@@ -155,9 +167,9 @@ def vllm_sampling_params(
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "seed": request.seed,
+        "seed": request.seed if engine._config.request_seeds else None,
         "stop": list(sampling.stop),
-        "stop_token_ids": sorted(stop_token_ids),
+        "stop_token_ids": sorted(engine.stop_token_ids_for(request)),
         "ignore_eos": True,  # stop_token_ids has all stop tokens
         "logprobs": 0,  # only for the sampled token
         "detokenize": bool(sampling.stop),
@@ -168,6 +180,7 @@ def vllm_sampling_params(
 class VLLMInProcessEngine(InProcessEngine):
     """An engine that steps a vLLM engine in the stage's process."""
 
+    Config = VLLMInProcessConfig
     supported_length_scalings = LENGTH_SCALINGS
 
     @classmethod
@@ -250,7 +263,7 @@ class VLLMStepDecoder:
 
         self._engine.check_length(request)
         params = SamplingParams(
-            **vllm_sampling_params(request, self._engine.stop_token_ids_for(request)),
+            **vllm_sampling_params(self._engine, request),
             output_kind=RequestOutputKind.DELTA,
         )
         self._num_submitted += 1

@@ -23,8 +23,12 @@ import torch.distributed as dist
 
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.engines import engines
+from rlinf.engines.resumable import SegmentRequest
+from rlinf.engines.token_sampling import SamplingParams
+from rlinf.engines.vllm import vllm_sampling_params
 from rlinf.errors import ConfigError, DataError, StageError
 from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from tests.contracts.test_engine import TOKENS, Tried, assert_alike
 from tests.rlinf.engines.test_external import engine_of, skips, tried
 
@@ -199,3 +203,13 @@ def test_vllm_computes_on_the_gpu_whose_index_its_device_has(index: int) -> None
     executor = SimpleNamespace(vllm_config=SimpleNamespace(device_config=device_config))
     *_, local_rank = executors.UniProcExecutor._distributed_args(executor)
     assert local_rank == index
+
+
+@pytest.mark.parametrize(("seeds", "seed"), [(True, 17), (False, None)])
+def test_vllm_gets_seeds_of_requests_unless_they_are_switched_off(
+    seeds: bool, seed: int | None, tmp_path: Path
+) -> None:
+    cls = engines.get("vllm_in_process")
+    engine: Any = cls(cls.Config(request_seeds=seeds), CausalLM, CausalLMConfig(path=tmp_path))
+    request = SegmentRequest([1, 2], 4, 0, 17, SamplingParams(4))
+    assert vllm_sampling_params(engine, request)["seed"] == seed
