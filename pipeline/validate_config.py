@@ -394,6 +394,44 @@ def _positions_hint(options: dict[str, Any]) -> str:
     return " or task.max_prompt_length, or raise model.max_model_len as far as config.json allows"
 
 
+def check_residency(config: RunConfig, plan: Plan, launcher: str) -> None:
+    """Check that the trainer stays in memory between the checkpoints on disk.
+
+    Raises:
+        ConfigError: ``checkpoint.save_every`` is above 1, and another process would have to read a
+            checkpoint that is not on disk, or it could not be computed again.
+    """
+    if config.checkpoint.save_every == 1:
+        return
+    flow, key = plan.flow, f"checkpoint.save_every={config.checkpoint.save_every}"
+    if launcher != "inprocess" and plan.execution != "pools":
+        raise ConfigError(
+            f"{key}: each stage is a job of its own, which must read the checkpoint from disk; "
+            "leave it at 1, or use a plan with pools"
+        )
+    train = flow.train_stage
+    state_inputs = {
+        source.stage
+        for source in flow.stages[train].inputs.values()
+        if source.stage in flow.stages and source.stage != train
+    } - {name for name, stage in flow.stages.items() if stage.output_stream}
+    if state_inputs or flow.rollout_stage is None:
+        needed = ", ".join(sorted(state_inputs)) or "data that no stage recorded"
+        raise ConfigError(
+            f"{key}: after a loss, {train} could not be repeated from trajectories alone, because "
+            f"this flow needs {needed}; leave it at 1"
+        )
+    pools = plan.stage_pools() if plan.pools else {}
+    for name, stage in flow.stages.items():
+        if any(s.stage == train for s in stage.inputs.values()) and pools.get(name) != pools.get(
+            train
+        ):
+            raise ConfigError(
+                f"{key}: {name} is in another pool than {train}, and must read the checkpoint from "
+                "disk; put both in one pool of the plan, or leave it at 1"
+            )
+
+
 def check_separate_policy(config: RunConfig, plan: Plan) -> None:
     """Check that the task has simulators, if the plan places the policy separately from them.
 

@@ -406,8 +406,11 @@ def remove_uncommitted(out: Path, keep: set[str]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit_output(out: Path, manifest: Manifest) -> Manifest:
+def commit_output(out: Path, manifest: Manifest, *, is_pruned: bool = False) -> Manifest:
     """Commit ``manifest`` unless another attempt was first; return the committed manifest.
+
+    Args:
+        is_pruned: whether the files of the manifest are not on disk.
 
     Raises:
         ConflictingOutputError: a manifest with another key is committed; it is kept.
@@ -418,6 +421,9 @@ def commit_output(out: Path, manifest: Manifest) -> Manifest:
             file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
+        if is_pruned:
+            # Before the commit, because a reader would take missing files for damage.
+            (out / PRUNED_MARKER).touch()
         while True:
             try:
                 os.link(temporary, out / MANIFEST)
@@ -435,7 +441,8 @@ def commit_output(out: Path, manifest: Manifest) -> Manifest:
                 return winner
     finally:
         temporary.unlink(missing_ok=True)
-    (out / PRUNED_MARKER).unlink(missing_ok=True)
+    if not is_pruned:
+        (out / PRUNED_MARKER).unlink(missing_ok=True)
     sync_file(out)
     return manifest
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
-from rlinf.artifacts import Manifest, read_manifest, verify_output
+from rlinf.artifacts import FileEntry, Manifest, read_manifest, verify_output
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.config import RunConfig
@@ -212,6 +212,9 @@ class StageContext:
     """Parts of the stage with name, rank, host and times; see :meth:`add_span`."""
     usage: list[dict[str, Any]] = field(default_factory=list)
     """CPU, memory and GPU use of each rank; see ``stages.resource_usage``."""
+    discarded_files: dict[str, FileEntry] | None = None
+    """Files of the output that were described and not kept, by path below ``data_folder``; None:
+    all files are kept."""
     manifest_extra: dict[str, Any] = field(default_factory=dict)
     """Additional values for the manifest."""
     worker: str = ""

@@ -95,14 +95,17 @@ class AttemptRanks:
             with contextlib.suppress(OSError):
                 heartbeat_file.unlink()
 
-    def write_report(self, **content: Any) -> None:
+    def write_report(
+        self, discarded_files: Mapping[str, FileEntry] | None = None, **content: Any
+    ) -> None:
         """Report to rank 0 that this rank has written all its files.
 
         Args:
+            discarded_files: further files of this rank, which it has not kept.
             content: values for the report, which must be valid in JSON.
         """
         rank = self._world.rank
-        files = {}
+        files = {name: asdict(entry) for name, entry in (discarded_files or {}).items()}
         for path in self.data_folder.rglob("*") if rank else ():
             match = _RANK_FILE.fullmatch(path.name)
             if match is not None and int(match[1]) == rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,12 @@ from stages.layout import setup_stage_folder, stage_folder
 
 SEARCH_WINDOW = 50
 """Number of iterations before the oldest retained one that are searched for outputs to remove."""
+
+
+def is_checkpoint_saved(config: RunConfig, iteration: int) -> bool:
+    """Return whether the trainer's checkpoint of an iteration (from 0) is written to disk."""
+    number = iteration + 1
+    return number % config.checkpoint.save_every == 0 or number == config.iterations
 
 
 class RetentionPolicy:
@@ -35,11 +42,19 @@ class RetentionPolicy:
         # Outputs are kept until later stages have read them. The two newest checkpoints are
         # always kept, because a damaged checkpoint is computed again from the previous one.
         num_newest = max(2, self._settings.keep_last, *map(num_retained, self._state_stages))
-        num_read = map(num_retained, self._stream_stages)
-        self._num_record_iterations = max([self._settings.keep_trajectories, *num_read])
+        num_reads = [num_retained(stage) for stage in self._stream_stages]
+        self._num_record_iterations = max([self._settings.keep_trajectories, *num_reads])
         """Number of newest iterations whose records are kept."""
         self._oldest_retained = iteration + 1 - num_newest - config.rollout.staleness
         """Oldest iteration whose checkpoints and weights are kept in any case."""
+        if self._settings.save_every > 1:
+            # The updates since the last but one checkpoint may have to be computed again.
+            self._num_record_iterations = max(
+                self._num_record_iterations, 2 * self._settings.save_every + max(num_reads)
+            )
+        saved = (i for i in range(iteration, -1, -1) if is_checkpoint_saved(config, i))
+        self._newest_checkpoints = set(itertools.islice(saved, 2))
+        """The two newest iterations with a checkpoint on disk."""
         self._search_range = SEARCH_WINDOW + max(num_newest, self._num_record_iterations)
         self._scores = evaluation_scores(self._flow, run)
         self._best = best_versions(self._scores, self._settings.keep_best)
@@ -53,6 +68,8 @@ class RetentionPolicy:
             # Iteration 0 is kept, because the report compares its records with the last ones.
             return not 0 < iteration < self._iteration + 1 - self._num_record_iterations
         version = iteration + 1
+        if stage == self._flow.train_stage and iteration in self._newest_checkpoints:
+            return True
         if iteration >= self._oldest_retained or self._awaits_evaluation(version):
             return True
         if self._settings.keep_every and version % self._settings.keep_every == 0:

@@ -289,6 +289,7 @@ class StageAttempt:
             self._check_inputs()
             if ctx.world.size > 1:
                 self.ranks.write_report(
+                    ctx.discarded_files,
                     metrics=ctx.metrics,
                     spans=ctx.spans,
                     usage=ctx.usage,
@@ -367,6 +368,7 @@ class StageAttempt:
         )
 
         check_failure_limits(ctx.config, ctx.metrics, ctx.dialogue_failures)
+        self._files |= ctx.discarded_files or {}
         files = describe_files(ctx.data_folder, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
         if invalid := [name for name, value in metrics.items() if not math.isfinite(value)]:
@@ -392,7 +394,8 @@ class StageAttempt:
             world=ctx.world.size,
             extra=ctx.manifest_extra,
         )
-        committed = commit_output(call.output_folder, manifest)
+        is_pruned = ctx.discarded_files is not None
+        committed = commit_output(call.output_folder, manifest, is_pruned=is_pruned)
         shutil.rmtree(call.output_folder / PROGRESS_FOLDER, ignore_errors=True)
         (call.output_folder / TIMEOUTS_FILE).unlink(missing_ok=True)
         return committed

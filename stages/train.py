@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from rlinf.algorithms.learner import Learner
+from rlinf.artifacts import describe_files
 from rlinf.config import RunConfig
 from rlinf.data.batch import TrainingSample, join_by_identity
 from rlinf.data.trajectory import ChannelItem, PolicyOutputs, StepRewards, Trajectory
@@ -25,7 +28,10 @@ from stages.factory import (
     get_trainer,
     mark_trainer_dirty,
 )
+from stages.retention import is_checkpoint_saved
 
+CHECKPOINT = "checkpoint"
+"""Folder in the output of this stage."""
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Input of the stage for each field of a training sample; a flow may have only trajectories."""
 SAMPLE_TYPES: Mapping[str, type[ChannelItem]] = {
@@ -54,11 +60,27 @@ def run(ctx: StageContext) -> None:
     ensure_on_device(ctx, trainer)
     with ctx.span("save"):
         state = trainer.snapshot() if ctx.live else None
-        ctx.defer(lambda: trainer.save(ctx.data_folder / "checkpoint", state))
+        if is_checkpoint_saved(ctx.config, ctx.iteration):
+            ctx.defer(lambda: trainer.save(ctx.data_folder / CHECKPOINT, state))
+        else:
+            ctx.defer(lambda: _describe_checkpoint(ctx, trainer, state))
     if ctx.world.rank == 0:
         for name, value in learner.metrics.items():
             ctx.log_metric(name, value)
     commit_trainer_state(ctx)
+
+
+def _describe_checkpoint(
+    ctx: StageContext, trainer: Trainer, state: dict[str, Tensor] | None
+) -> None:
+    """Compute sizes and checksums of the checkpoint's files without keeping them.
+
+    So the output has the identity that it would have with its files. The files are written on the
+    node's own disk, whose time and space do not burden the shared filesystem.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlinf-checkpoint-") as scratch:
+        trainer.save(Path(scratch) / CHECKPOINT, state)
+        ctx.discarded_files = describe_files(Path(scratch))
 
 
 class StageLearner(Learner):

@@ -90,6 +90,7 @@ def validate_experiment(
     # Imported lazily: these load engines and trainers, which a driver does not need.
     from pipeline.validate_config import (
         check_layouts,
+        check_residency,
         check_separate_policy,
         complete_config,
         validate_config,
@@ -117,6 +118,7 @@ def validate_experiment(
     check_layouts(config, plan)
     requests = plan_job_requests(plan, cluster) if cluster.launcher == "slurm" else {}
     jobs = [job for alternatives in requests.values() for job in alternatives]
+    check_residency(config, plan, cluster.launcher)
     check_budget(config.budget.gpu_hours, cluster.launcher, jobs)
     if cluster.launcher != "inprocess":
         from pipeline.job_executor import create_launcher

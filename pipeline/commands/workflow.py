@@ -84,6 +84,11 @@ def prepare_workflow(
             "budget.gpu_hours: Snakemake decides when jobs start, and cannot end a run for its "
             "GPU-hours; leave the budget out, or use: rlinf run"
         )
+    if config.checkpoint.save_every > 1:
+        raise ConfigError(
+            "checkpoint.save_every: with Snakemake each stage is a process, which must read the "
+            "checkpoint from disk; leave it at 1, or use pools with: rlinf run"
+        )
     if dry_run and (config.run.folder / CONFIG_FILE).exists():
         run = Run(config.run.folder, config)
     elif is_driver:
