@@ -142,6 +142,7 @@ class PoolExecutor:
         self._scheduler.dispatch(time.monotonic())
         for event in self._control.poll_events(EVENT_WAIT_S):
             self._handle(event)
+        self._lease_manager.replace_lost()
         has_polled_jobs = time.monotonic() - self._jobs_polled_at > self.launcher.poll_interval_s
         if has_polled_jobs:
             self._jobs_polled_at = time.monotonic()

@@ -195,6 +195,8 @@ class LeaseManager:
         self._pools, self._is_busy = pools, is_busy
         self._shut_down, self._on_lost = shut_down, on_lost
         self._queue = QueueLog(is_enabled=cluster.launcher == "slurm")
+        self._lost: dict[Lease, str] = {}
+        """Leases that lost a worker since the last :meth:`replace_lost`, with the reason."""
 
     @property
     def leases(self) -> list[Lease]:
@@ -255,16 +257,23 @@ class LeaseManager:
             self._lose(lease, f"pool {lease.pool.name} stopped")
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
-        """Replace the lease of a worker that is silent, or that another process replaced."""
+        """Note a worker that is silent, or that another process replaced."""
         lease = self._disconnect(worker)
-        if lease is None:
-            return
+        if lease is not None:
+            self._lost.setdefault(lease, f"{worker}: {reason}")
+
+    def replace_lost(self) -> None:
+        """Replace the leases whose workers were lost."""
+        lost, self._lost = self._lost, {}
         # Slurm may know the reason by now; abandoned jobs are no longer queried.
-        status = self._launcher.poll([lease.job])[lease.job]
-        if status.state.is_active:
-            self.abandon(lease, f"{worker}: {reason}")
-        else:
-            self._on_job_ended(lease, status)
+        statuses = self._launcher.poll([lease.job for lease in lost]) if lost else {}
+        for lease, reason in lost.items():
+            if lease not in lease.pool.leases:
+                continue  # another loss of this poll took it along
+            if statuses[lease.job].state.is_active:
+                self.abandon(lease, reason)
+            else:
+                self._on_job_ended(lease, statuses[lease.job])
 
     def count_finished(self, lease: Lease | None) -> None:
         """Count a work item that a lease finished or served."""

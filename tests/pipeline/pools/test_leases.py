@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -42,10 +42,11 @@ class Jobs:
         self.busy: set[Lease] = set()
         self.lost: list[str] = []
         self.dismissed: list[str] = []
+        self.polls: list[list[str]] = []
         launcher = SimpleNamespace(
             submit=self.submit,
             submit_hetjob=lambda jobs: [self.submit(job) for job in jobs],
-            poll=lambda ids: {job: self.states.get(job, RUNNING) for job in ids},
+            poll=self.poll,
             cancel=self.cancelled.extend,
             cancel_for_outputs=lambda folders: None,
         )
@@ -60,6 +61,10 @@ class Jobs:
             lambda worker, order: self.dismissed.append(worker),
             lambda lease, reason: self.lost.append(lease.name),
         )
+
+    def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        self.polls.append(list(ids))
+        return {job: self.states.get(job, RUNNING) for job in ids}
 
     def submit(self, job: JobSpec) -> str:
         self.submitted.append(job.name.removeprefix("pool/"))
@@ -99,6 +104,7 @@ def test_a_lease_that_ends_soon_gets_a_successor_and_leaves_when_idle(jobs: Jobs
 def test_a_lost_lease_is_replaced_after_its_last_writes(jobs: Jobs) -> None:
     lease = jobs.connect(0)
     jobs.manager.on_worker_lost(lease.primary_worker, "silent")
+    jobs.manager.replace_lost()
     assert jobs.lost == ["pool-0-0"]
     assert jobs.manager.cancel_abandoned() == lease.workers(), "nobody is there who could write"
     assert jobs.cancelled == ["pool-0-0"]
@@ -111,6 +117,15 @@ def test_a_lost_lease_is_replaced_after_its_last_writes(jobs: Jobs) -> None:
     assert jobs.manager.on_joined(lease.primary_worker, {"rank": 0}) is None
     jobs.manager.renew()
     assert jobs.submitted[2:] == ["pool-1-1"], "the failure of the other one costs a pause"
+
+
+def test_leases_that_are_lost_together_cost_one_query(jobs: Jobs) -> None:
+    for number in range(2):
+        jobs.manager.on_worker_lost(jobs.connect(number).primary_worker, "silent")
+    jobs.manager.replace_lost()
+    jobs.manager.replace_lost()
+    assert jobs.polls == [["pool-0-0", "pool-1-0"]]
+    assert jobs.lost == ["pool-0-0", "pool-1-0"]
 
 
 def test_a_pool_that_fails_without_any_finished_work_stops_the_run(
