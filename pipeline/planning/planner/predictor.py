@@ -63,9 +63,6 @@ class Predictor:
             [problem.rate_table(stage, k) for k in range(len(kinds))] for stage in problem.stages
         ]
         """Rates ``[gpus + 1]`` by stage and kind."""
-        self._edges = [
-            (self._index[name], s) for s, stage in enumerate(problem.stages) for name in stage.after
-        ]
         endpoints = [self._index[name] for name in problem.sync or () if name in self._index]
         self.sync_edge = (endpoints[0], endpoints[1]) if len(endpoints) == 2 else None
         """The stages that produce and that load the weights; None if no weights are sent."""
@@ -126,16 +123,13 @@ class Predictor:
                 both = [self.problem.devices_used(i, gpus[pool_of[i]]) for i in (s, earlier)]
                 waits = ~self.problem.fits(both)
                 begin = np.maximum(begin, np.where(waits, finish[earlier], 0.0))
-            overhead_s = self._num_transfers(s, pool_of, chunks) * stage.chunk_s
             if is_shared and stage.again:
                 work = work * (1 + (chunks - 1) * stage.again)
-            duration = work + overhead_s
-            if delays_s is not None:
-                duration = duration + delays_s[s]
+            duration = work if delays_s is None else work + delays_s[s]
             lead: float | Array = 1 / chunks
             if stage.lead and not is_shared:
                 lead = stage.first_chunk_share(chunks, gpus[p].sum(0))
-            start[s], first_chunk[s] = begin, begin + work * lead + overhead_s / chunks
+            start[s], first_chunk[s] = begin, begin + work * lead
             finish[s] = np.maximum(begin + duration, last_input + duration / chunks)
             free[p] = finish[s]
         total, sync_s = finish.max(0), np.zeros(count)
@@ -190,16 +184,3 @@ class Predictor:
     def switch_time(self, stage: int, gpus: Array) -> Array:
         """Return the seconds ``[n]`` in which a pool with GPUs ``[kinds, n]`` loads a stage."""
         return np.where(gpus > 0, self._switch_s[stage][:, None], 0.0).max(0)
-
-    def _num_transfers(
-        self, stage: int, pool_of: dict[int, int], chunks: int | Array
-    ) -> int | Array:
-        """Return the number of transfers between a stage and other pools.
-
-        This is ``chunks`` if the stage streams, 1 if it only exchanges the whole batch, and 0 if
-        all inputs and outputs stay in its pool.
-        """
-        edges = [e for e in self._edges if stage in e and pool_of[e[0]] != pool_of[e[1]]]
-        if any(self.problem.stages[target].streams for _, target in edges):
-            return chunks
-        return min(1, len(edges))

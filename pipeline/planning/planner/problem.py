@@ -81,8 +81,6 @@ class PlacementStage:
     divisible: bool = True
     """True if the speeds of different kinds in the pool add up; otherwise only the fastest kind
     works."""
-    chunk_s: float = 0.0
-    """Overhead of each chunk passed between pools, seconds."""
     lead: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     """Share of the stage's duration after which its first chunk is ready, by number of chunks
     ``m`` and number of GPUs (missing numbers use the next lower entry); ``1 / m`` by default. The
@@ -278,7 +276,6 @@ class StageSection(Section):
     after: tuple[str, ...] = ()
     streams: bool = True
     divisible: bool = True
-    chunk_s: NotNegative = 0.0
     lead: dict[PositiveInt, dict[PositiveInt, float]] = {}
     again: NotNegative = 0.0
     switch_s: dict[str, NotNegative] = {}
@@ -362,7 +359,6 @@ def dump_problem(
             "after": list(stage.after),
             "streams": stage.streams,
             "divisible": stage.divisible,
-            "chunk_s": stage.chunk_s,
             "lead": {chunks: dict(shares) for chunks, shares in stage.lead.items()},
             "again": stage.again,
             "switch_s": dict(stage.switch_s),

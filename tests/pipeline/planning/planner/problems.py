@@ -61,7 +61,6 @@ def random_problem(
                 after=after,
                 streams=bool(rng.random() < 0.8),
                 divisible=bool(rng.random() < 0.9) or smooth,
-                chunk_s=float(rng.choice([0.0, 0.05, 1.0])),
                 switch_s={k.name: float(rng.choice([0.0, 3.0, 9.0])) for k in kinds},
             )
         )

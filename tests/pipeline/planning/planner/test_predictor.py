@@ -23,14 +23,6 @@ def stepped(problem: PlacementProblem, placement: Placement) -> float:
     for s, stage in enumerate(problem.stages):
         pool, gpus = pool_of[s], np.array(placement.gpus_of(s))
         time = float(predictor.duration(s, gpus[:, None])[0])
-        crossing = [
-            (index[name], t)
-            for t, target in enumerate(problem.stages)
-            for name in target.after
-            if s in (t, index[name]) and pool_of[t] != pool_of[index[name]]
-        ]
-        streamed = any(problem.stages[t].streams for _, t in crossing)
-        overhead = (chunks if streamed else min(1, len(crossing))) * stage.chunk_s / chunks
         shares, clock = [1 / chunks] * chunks, free[pool]
         if len(placement.pools[pool]) > 1:
             time *= 1 + (chunks - 1) * stage.again
@@ -45,7 +37,7 @@ def stepped(problem: PlacementProblem, placement: Placement) -> float:
                 source = index[name]
                 by_chunk = stage.streams and pool_of[source] != pool
                 clock = max(clock, done[source][chunk if by_chunk else -1])
-            clock += time * shares[chunk] + overhead
+            clock += time * shares[chunk]
             ends.append(clock)
         done[s], free[pool] = ends, clock
     total = max(ends[-1] for ends in done.values())
@@ -101,22 +93,6 @@ def test_unlike_gpus_add_their_speeds_but_for_the_loss_of_mixing() -> None:
     )
     time = Predictor(problem).predict(Placement(((0,),), ((1, 1),), 1)).total_s
     assert time == pytest.approx(1 / 0.9)
-
-
-def test_only_what_passes_between_pools_costs_overhead() -> None:
-    rates = {"a": np.array([0.0, 0.1, 0.1])}
-    names = ("rollout", "reward", "train")
-    for streams, overhead in ((True, 8.0), (False, 1.0)):
-        stages = [
-            PlacementStage(
-                name, rates, (names[i - 1],) if i else (), streams=streams or i < 2, chunk_s=1.0
-            )
-            for i, name in enumerate(names)
-        ]
-        problem = PlacementProblem(stages, [GpuKind("a", 2)], sync=None)
-        found = Predictor(problem).predict(Placement(((0, 1), (2,)), ((1,), (1,)), 8))
-        alone = found.finish_s - found.start_s
-        assert alone[:2] == pytest.approx([10, 10 + overhead])
 
 
 def test_weights_move_beside_what_ends_later() -> None:
