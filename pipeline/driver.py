@@ -23,7 +23,13 @@ from pipeline.metrics import MetricsLog
 from pipeline.resume import OnMismatch, check_resumable
 from pipeline.run import Run, config_differences
 from pipeline.run_state import RunState, is_skipped
-from rlinf.artifacts import MANIFEST, Manifest
+from rlinf.artifacts import (
+    MANIFEST,
+    PRUNED_MARKER,
+    Manifest,
+    is_pruned,
+    withdraw_manifest,
+)
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
     EXIT_BAD_INPUT,
@@ -296,9 +302,25 @@ class Driver:
         for source in self.graph.inputs(node).values():
             if source in self._done and self._state.lookup(source) is None:
                 del self._done[source]
-                missing.append(source)
-                (self._folder(source) / "pruned").unlink(missing_ok=True)
+                missing += [source, *self._withdraw_unkept(source)]
+                (self._folder(source) / PRUNED_MARKER).unlink(missing_ok=True)
         return missing
+
+    def _withdraw_unkept(self, node: StageNode) -> list[StageNode]:
+        """Withdraw the checkpoints before ``node`` that are not on disk; returns their nodes.
+
+        If the update of ``node`` must be repeated, no process has its checkpoint in memory. Without
+        this, each of the earlier updates would be noticed by the failure of the next one.
+        """
+        withdrawn = []
+        for source in self.graph.inputs(node).values():
+            is_checkpoint = source.stage == node.stage == self.graph.flow.train_stage
+            if is_checkpoint and source in self._done and is_pruned(self._folder(source)):
+                withdraw_manifest(self._folder(source) / MANIFEST)
+                (self._folder(source) / PRUNED_MARKER).unlink(missing_ok=True)
+                del self._done[source]
+                withdrawn += [source, *self._withdraw_unkept(source)]
+        return withdrawn
 
     def _folder(self, node: StageNode) -> Path:
         return self.graph.output_folder(self.run.folder, node)

@@ -33,7 +33,7 @@ THIS_MACHINE = "this machine"
 """Name of the partition of a driver that runs outside of Slurm jobs."""
 
 
-class JobUsage(Section):
+class JobUsage(Section, frozen=False):
     """The GPUs that one job has held."""
 
     gpus: dict[str, int]

@@ -338,7 +338,7 @@ def verify_output(out: Path, manifest: Manifest, *, checksums: bool) -> None:
     try:
         check_files(folder, _primary_files(manifest.files), checksums=checksums)
     except FileNotFoundError as error:
-        reason = "removed by the retention policy" if is_pruned(out) else "missing"
+        reason = "not kept (checkpoint.save_every and keep_last)" if is_pruned(out) else "missing"
         raise ArtifactError(f"{error.filename}: {reason}", out / MANIFEST, manifest.data) from None
     except ValueError as error:
         raise ArtifactError(str(error), out / MANIFEST, manifest.data) from None

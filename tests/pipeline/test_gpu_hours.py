@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
-from pipeline.commands.experiment import prepare_run, reopen_run
+from pipeline.commands.experiment import compose_words, prepare_run, reopen_run
 from pipeline.commands.status import read_status, status_table
 from pipeline.commands.workflow import prepare_workflow
 from pipeline.driver import Driver
@@ -174,11 +173,9 @@ def quiet_words(root: Path, *more: str) -> list[str]:
     return ["experiment=arithmetic_grpo", f"++run.root={root}", *words]
 
 
-def test_a_run_ends_within_its_budget_and_continues_with_a_larger_one(
-    tmp_path: Path, compose: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_ends_within_its_budget_and_continues_with_a_larger_one(tmp_path: Path) -> None:
     run_here(quiet_words(tmp_path / "reference"))
-    run = prepare_run(compose(*quiet_words(tmp_path)))
+    run = prepare_run(compose_words(quiet_words(tmp_path)))
     clock = Clock()
 
     def drive(limit: float | None) -> tuple[Driver, GpuHours]:
@@ -214,16 +211,15 @@ class SlowExecutor(InProcessExecutor):
 
 def test_status_and_commands_tell_of_the_budget(
     tmp_path: Path,
-    compose: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("pipeline.commands.experiment.driver_gpus", lambda _: {"here": 8})
     monkeypatch.setattr("pipeline.gpu_hours.driver_gpus", lambda _: {"here": 8})
-    with caplog.at_level(logging.WARNING, "rlinf"):
-        run_here(quiet_words(tmp_path, "budget.gpu_hours=1e-9"))
-    assert "of 1e-09 GPU-hours are used" in caplog.text
-    assert f"rlinf resume {tmp_path / 'tiny'} budget.gpu_hours=" in caplog.text
+    run_here(quiet_words(tmp_path, "budget.gpu_hours=1e-9"))
+    shown = capsys.readouterr().err
+    assert "of 1e-09 GPU-hours are used" in shown
+    assert f"rlinf resume {tmp_path / 'tiny'} budget.gpu_hours=" in shown
     status = read_status(tmp_path / "tiny")
     assert status.gpu_hours["here"] > 0
     assert "of 1e-09 (here " in str(list(status_table(status).columns[1].cells))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from pipeline.commands.experiment import open_run, prepare_run
+from pipeline.commands.experiment import compose_words, open_run, prepare_run
 from pipeline.commands.workflow import prepare_workflow
 from pipeline.driver import Driver
 from pipeline.executors import InProcessExecutor
@@ -20,7 +20,7 @@ from rlinf.errors import ConfigError
 from stages.retention import RetentionPolicy, is_checkpoint_saved
 from stages.worker_state import WorkerState
 from tests.conftest import TINY
-from tests.pipeline.helpers import contents, killed_until_it_ends, run_here
+from tests.pipeline.helpers import contents, run_here, start_driver, until
 
 ITERATIONS = 7
 POOLS = {
@@ -66,44 +66,54 @@ def test_the_run_is_the_same_with_fewer_checkpoints(tmp_path: Path, reference: P
 
 
 class Interrupted(InProcessExecutor):
-    """Loses everything in memory before the stages with these numbers."""
+    """Loses everything in memory before the first attempt at some nodes."""
 
-    def __init__(self, run: Run, losses: set[int]) -> None:
+    def __init__(self, run: Run, losses: set[str]) -> None:
         super().__init__(run)
-        self._losses, self._number = losses, 0
+        self._losses = losses
         self.started: list[str] = []
 
     def start(self, node: Any, call: Any) -> None:
-        if self._number in self._losses:
+        if node.name in self._losses - {*self.started}:
             self.worker_state.close()
             self.worker_state = WorkerState()
-        self._number += 1
         self.started.append(node.name)
         super().start(node, call)
 
 
-@pytest.mark.parametrize("losses", [{18}, {13, 30}, {19, 23, 27}])
+@pytest.mark.parametrize(
+    ("losses", "repeated"),
+    [
+        ({"train/3"}, []),
+        ({"train/1"}, [0, 1]),
+        ({"rollout/5", "reward/5"}, [3, 4, 5]),
+        ({"train/2", "sync/4", "train/6"}, [0, 1, 2, 3, 4]),
+    ],
+)
 def test_updates_since_the_last_checkpoint_are_computed_again_after_a_loss(
-    losses: set[int], tmp_path: Path, reference: Path, compose: Callable[..., dict[str, Any]]
+    losses: set[str], repeated: list[int], tmp_path: Path, reference: Path
 ) -> None:
-    run = prepare_run(compose(*words(tmp_path, "++checkpoint.save_every=3")))
+    run = prepare_run(compose_words(words(tmp_path, "++checkpoint.save_every=3")))
     executor = Interrupted(run, losses)
     Driver(run, executor).drive()
     assert contents(run.folder) == contents(reference)
-    trained = [name for name in executor.started if name.startswith("train")]
-    assert len(trained) > ITERATIONS, "some were lost"
-    assert sum(name.startswith("rollout") for name in executor.started) <= ITERATIONS + len(losses)
+    starts = Counter(executor.started)
+    twice = [iteration for iteration in range(ITERATIONS) if starts[f"train/{iteration}"] > 1]
+    assert twice == repeated
+    assert all(count <= 2 for name, count in starts.items()), "one failure for a whole chain"
+    assert all(starts[f"rollout/{iteration}"] == 1 for iteration in range(ITERATIONS))
 
 
 def test_a_damaged_newest_checkpoint_is_computed_again_from_the_one_before(
     tmp_path: Path, reference: Path
 ) -> None:
-    run_here(words(tmp_path, "++checkpoint.save_every=3", "iterations=6"))
-    run = tmp_path / "tiny"
-    newest = next((run / "it/0005/train").glob("data-*/checkpoint/*.safetensors"))
+    run = prepare_run(compose_words(words(tmp_path, "++checkpoint.save_every=3")))
+    shorter = Run(run.folder, run.config.model_copy(update={"iterations": 6}))
+    Driver(shorter, InProcessExecutor(shorter)).drive()
+    newest = next((run.folder / "it/0005/train").glob("data-*/checkpoint/*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    run_here([*words(tmp_path, "++checkpoint.save_every=3")])
-    assert contents(run) == contents(reference)
+    Driver(run, InProcessExecutor(run)).drive()
+    assert contents(run.folder) == contents(reference)
 
 
 def test_pools_with_sharded_trainers_survive_kills(tmp_path: Path) -> None:
@@ -111,22 +121,24 @@ def test_pools_with_sharded_trainers_survive_kills(tmp_path: Path) -> None:
     plan.write_text(yaml.safe_dump(POOLS))
     more = ["cluster=local", f"plan={plan}"]
     run_here([*words(tmp_path / "reference"), *more])
-    killed_until_it_ends(
-        [*words(tmp_path), *more, "++checkpoint.save_every=3"],
-        tmp_path / "log",
-        random.Random(3),
-        seconds=(5, 12),
-        attempts=4,
-        last_s=200,
-    )
+    command = [*words(tmp_path), *more, "++checkpoint.save_every=3"]
+    log = tmp_path / "log"
+    driver = start_driver(command, log)
+    until((tmp_path / "tiny/it/0004/train/manifest.json").exists, driver, log)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    assert start_driver(command, log).wait(timeout=240) == 0, log.read_text()
+    assert "checkpoint.save_every" in log.read_text(), "updates were computed again"
     assert contents(tmp_path / "tiny") == contents(tmp_path / "reference" / "tiny")
     assert checkpoints_on_disk(tmp_path / "tiny")[-2:] == [6, 7]
 
 
-def test_the_two_newest_checkpoints_and_what_updates_need_are_kept(
-    compose: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    run = prepare_run(compose(*words(tmp_path, "++checkpoint.save_every=5", "iterations=40")))
+def test_the_two_newest_checkpoints_and_what_updates_need_are_kept(tmp_path: Path) -> None:
+    run = prepare_run(
+        compose_words(
+            words(tmp_path, "++checkpoint.save_every=5", "iterations=40", "++evaluate.every=0")
+        )
+    )
     for iteration in range(39):
         policy = RetentionPolicy(run.config, run.folder, iteration)
         saved = [i for i in range(iteration + 1) if is_checkpoint_saved(run.config, i)]

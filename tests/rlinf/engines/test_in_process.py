@@ -211,5 +211,5 @@ def test_vllm_gets_seeds_of_requests_unless_they_are_switched_off(
 ) -> None:
     cls = engines.get("vllm_in_process")
     engine: Any = cls(cls.Config(request_seeds=seeds), CausalLM, CausalLMConfig(path=tmp_path))
-    request = SegmentRequest([1, 2], 4, 0, 17, SamplingParams(4))
+    request = SegmentRequest([1, 2], 4, 1, 17, SamplingParams(4))
     assert vllm_sampling_params(engine, request)["seed"] == seed
