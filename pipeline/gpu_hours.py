@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,7 +160,7 @@ def _sum_by_partition(
     Args:
         running: jobs whose current interval counts until ``now``, not until they were last seen.
     """
-    hours = Counter[str]()
+    hours = defaultdict[str, float](float)
     for job_id, usage in jobs.items():
         seconds = usage.seconds
         if usage.running_since is not None:
