@@ -23,9 +23,8 @@ from rlinf import process_tuning
 from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
 from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
 from rlinf.package_paths import child_python_path
-from slurm.jobs import JobResources, JobState, JobStatus
+from slurm.jobs import CUDA_VISIBLE_DEVICES, JobResources, JobState, JobStatus, visible_gpus
 
-CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DOCUMENTED_CODES = (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT, EXIT_REQUEUE)
 
 
@@ -44,14 +43,6 @@ class _StartedJob:
     def runs(self) -> bool:
         """Whether one of its processes has not ended."""
         return any(process.poll() is None for process in self.processes)
-
-
-def visible_gpus() -> list[str]:
-    """Return the GPUs that processes on this machine see, as names for CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get(CUDA_VISIBLE_DEVICES)
-    if visible is not None:
-        return [name for name in map(str.strip, visible.split(",")) if name]
-    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 @dataclass

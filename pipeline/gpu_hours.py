@@ -14,16 +14,25 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from launchers.launcher import JobSpec, Launcher
-from launchers.local import visible_gpus
 from rlinf.artifacts import write_atomic
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
-from slurm.jobs import JobResources, JobState, JobStatus, current_job_resources, is_job_id
+from slurm.jobs import (
+    JobResources,
+    JobState,
+    JobStatus,
+    current_job_resources,
+    is_job_id,
+    visible_gpus,
+)
 from stages.layout import GPU_HOURS_FILE
+
+if TYPE_CHECKING:  # a run in one process needs no launcher
+    from launchers.launcher import JobSpec, Launcher
 
 WRITE_INTERVAL_S = 10.0
 """Minimum seconds between two writes of the file while jobs only continue."""

@@ -338,7 +338,9 @@ def verify_output(out: Path, manifest: Manifest, *, checksums: bool) -> None:
     try:
         check_files(folder, _primary_files(manifest.files), checksums=checksums)
     except FileNotFoundError as error:
-        reason = "not kept (checkpoint.save_every and keep_last)" if is_pruned(out) else "missing"
+        reason = "missing"
+        if is_pruned(out):
+            reason = "not kept by the retention policy (checkpoint.save_every, keep_last)"
         raise ArtifactError(f"{error.filename}: {reason}", out / MANIFEST, manifest.data) from None
     except ValueError as error:
         raise ArtifactError(str(error), out / MANIFEST, manifest.data) from None

@@ -318,7 +318,7 @@ class CheckpointSection(Section):
 
 
 class BudgetSection(Section):
-    """What a run may use."""
+    """Limits on the resources of a run."""
 
     gpu_hours: float | None = Field(default=None, gt=0)
     """GPU-hours of all jobs of the run. It ends before an iteration that would exceed them, at the

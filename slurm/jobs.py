@@ -24,6 +24,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 JOB_FILE = "job.json"
 """Job file: a file beside the output of a submitted job, with its Slurm id, name, key and tag."""
@@ -32,6 +33,8 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 HET_GROUPS_VARIABLE = "RLINF_HET_GROUPS"
 """Environment variable with the numbers of the components of a heterogeneous job on which this
 process's ranks run, separated by commas."""
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Environment variable with the GPUs that a process may use."""
 _ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,:%.-]*\]?)|\+\d+)?")
 _ARRAY_IDS = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
@@ -168,6 +171,14 @@ def current_job_resources(environment: Mapping[str, str] = os.environ) -> JobRes
         account=environment.get("SLURM_JOB_ACCOUNT"),
         qos=environment.get("SLURM_JOB_QOS"),
     )
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that processes on this machine see, as names for CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get(CUDA_VISIBLE_DEVICES)
+    if visible is not None:
+        return [name for name in map(str.strip, visible.split(",")) if name]
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 class JobState(Enum):

@@ -117,6 +117,6 @@ def test_a_job_gets_the_gpus_that_it_asks_for(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     launcher = LocalLauncher()
-    asked = replace(job(program, "gpus"), resources=JobResources(gpus_per_node=3))
-    finish(launcher, launcher.submit(asked))
+    three = replace(job(program, "gpus"), resources=JobResources(gpus_per_node=3))
+    finish(launcher, launcher.submit(three))
     assert (program / "gpus").read_text() == "0,1,2"

@@ -146,10 +146,10 @@ def test_a_damaged_file_is_named(open_hours: Callable[[], GpuHours]) -> None:
 
 
 def test_a_launcher_meters_real_processes(tmp_path: Path) -> None:
-    asked: list[list[str]] = []
+    queries: list[list[str]] = []
 
     def elapsed_s(ids: Collection[str]) -> Mapping[str, float]:
-        asked.append(sorted(ids))
+        queries.append(sorted(ids))
         return {}
 
     hours = GpuHours(tmp_path)
@@ -165,7 +165,7 @@ def test_a_launcher_meters_real_processes(tmp_path: Path) -> None:
     launcher.close()
     assert 2 * 1 <= hours.total * HOUR <= 2 * wall
     assert list(read_gpu_hours(tmp_path)) == ["a100,h100"]
-    assert len(asked) == 1
+    assert len(queries) == 1
 
 
 def quiet_words(root: Path, *more: str) -> list[str]:
