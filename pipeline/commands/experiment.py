@@ -23,7 +23,7 @@ from pipeline.graph import Graph
 from pipeline.health_checks import HealthCheckCallback
 from pipeline.plan import Plan, load_plan
 from pipeline.report import write_report
-from pipeline.resources import ClusterConfig, pool_resources, resolve_plan
+from pipeline.resources import ClusterConfig, discover_cluster, pool_resources, resolve_plan
 from pipeline.resume import OnMismatch
 from pipeline.run import Run, read_run_record
 from pipeline.run_control import StopRequest, check_no_driver_job, start_lock
@@ -45,8 +45,9 @@ from stages.layout import CONFIG_FILE, PLAN_FILE
 from stages.runner import read_config_values
 from stages.worker_state import WorkerState
 
-if TYPE_CHECKING:  # imported when the plan has pools
-    from pipeline.pools.executor import PoolExecutor
+if TYPE_CHECKING:
+    from pipeline.pools.executor import PoolExecutor  # imported when the plan has pools
+    from slurm.inventory import Inventory
 
 
 def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Run:
@@ -70,19 +71,23 @@ def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.
 
 
 def validate_experiment(
-    values: Mapping[str, Any], driver: JobResources | None = None
+    values: Mapping[str, Any],
+    driver: JobResources | None = None,
+    inventory: Inventory | None = None,
 ) -> tuple[RunConfig, Plan]:
     """Return a composed configuration and its plan after all checks; nothing is written.
 
     Args:
         driver: resources of the job in which the driver will run; None if it runs in no job or
             they are unknown.
+        inventory: a saved inventory of the cluster; None queries Slurm if its jobs are used.
 
     Raises:
         ConfigError, DataError, PlanError: configuration or plan is invalid.
     """
     # Imported lazily: these load engines and trainers, which a driver does not need.
     from pipeline.validate_config import (
+        check_gpu_counts,
         check_layouts,
         check_separate_policy,
         complete_config,
@@ -97,7 +102,8 @@ def validate_experiment(
         from rlinf.channels.curve_sockets import interface_address
 
         interface_address(cluster.network_interface)
-    plan = resolve_plan(plan, cluster)
+    inventory = inventory or discover_cluster(cluster)
+    plan = resolve_plan(plan, cluster, inventory)
     check_notify_command(cluster.notify_command)
     if plan.execution == "pools" and cluster.launcher == "inprocess":
         raise PlanError(
@@ -109,10 +115,11 @@ def validate_experiment(
     for number in range(len(plan.pools)):
         pool_resources(plan, number)
     check_layouts(config, plan)
-    if cluster.launcher != "inprocess":
-        from pipeline.job_executor import create_launcher
+    check_gpu_counts(config, plan)
+    if inventory is not None and cluster.launcher == "slurm":
+        from pipeline.job_executor import check_plan_fits
 
-        create_launcher(cluster, plan, driver).close()
+        check_plan_fits(cluster, plan, inventory, driver)
     return config, plan
 
 
@@ -260,8 +267,9 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_o
         else:
             from pipeline.job_executor import JobExecutor, create_launcher
 
-            plan = resolve_plan(Plan.from_run(run.folder), cluster)
-            launcher = create_launcher(cluster, plan, current_job_resources())
+            inventory = discover_cluster(cluster)
+            plan = resolve_plan(Plan.from_run(run.folder), cluster, inventory)
+            launcher = create_launcher(cluster, plan, current_job_resources(), inventory)
             if plan.execution == "pools":
                 from pipeline.pools.executor import PoolExecutor
 
@@ -313,7 +321,10 @@ def reopen_run(
 
 
 def validate_overrides(
-    folder: Path, words: Sequence[str], driver: JobResources | None = None
+    folder: Path,
+    words: Sequence[str],
+    driver: JobResources | None = None,
+    inventory: Inventory | None = None,
 ) -> tuple[RunConfig, Plan, bool]:
     """Return the validated configuration and plan of a run with overrides; nothing is written.
 
@@ -321,7 +332,7 @@ def validate_overrides(
     configuration and the third value is True. Otherwise it is that of the run directory.
 
     Args:
-        driver: see :func:`validate_experiment`.
+        driver: see :func:`validate_experiment`, also for ``inventory``.
 
     Raises:
         ConfigError, DataError, PlanError: configuration or plan is invalid.
@@ -330,10 +341,10 @@ def validate_overrides(
     names_plan = any(_key(word) == "plan" for word in words)
     plan_file = Run.open(folder).folder / PLAN_FILE
     if names_plan or not plan_file.exists():
-        return *validate_experiment(values, driver), True
+        return *validate_experiment(values, driver, inventory), True
     config_plan = values.get("plan")
     config, plan = validate_experiment(
-        {**values, "plan": yaml.safe_load(plan_file.read_text("utf-8"))}, driver
+        {**values, "plan": yaml.safe_load(plan_file.read_text("utf-8"))}, driver, inventory
     )
     return config.model_copy(update={"plan": config_plan}), plan, False
 
