@@ -287,12 +287,16 @@ def _gpus_per_node(kind: str, partitions: Mapping[str, PartitionInventory]) -> i
     return gpus.get(gpu_type, 0) if gpu_type else max(gpus.values(), default=0)
 
 
-def with_default_partition(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:
+def with_default_partition(
+    plan: Plan, cluster: ClusterConfig, inventory: Inventory, *, names_default: bool
+) -> Plan:
     """Return the plan with a partition for stages that name none.
 
     A stage with GPUs gets the cluster's default partition. A stage without GPUs gets a partition
     without GPUs, if there is one that accepts it (:func:`slurm.inventory.partition_without_gpus`).
-    Without a site file, the default partition stays unnamed.
+
+    Args:
+        names_default: name the default partition too, instead of leaving it to Slurm.
     """
     # Imported lazily: only plans for Slurm need the client.
     from slurm.inventory import default_partition, partition_without_gpus
@@ -307,8 +311,7 @@ def with_default_partition(plan: Plan, cluster: ClusterConfig, inventory: Invent
         if not stage_plan.gpus:
             accepts = partial(_accepts, stage_plan, cluster, inventory)
             partition = partition_without_gpus(inventory, accepts)
-        # The site file may have settings for the default partition.
-        if partition is not None and (cluster.site is not None or partition != default):
+        if partition is not None and (names_default or partition != default):
             own = plan.stages.get(stage, StagePlan())
             updated[stage] = own.model_copy(update={"partition": partition})
     return plan.model_copy(update={"stages": {**plan.stages, **updated}}) if updated else plan
@@ -488,11 +491,25 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig, inventory: Inventory | None
         PlanError: the site file has partitions that the cluster lacks.
         SlurmError: Slurm is not installed or does not answer.
     """
-    if cluster.launcher != "slurm":
-        return plan
     inventory = inventory or discover_cluster(cluster)
-    if inventory is None:
+    if inventory is None or cluster.launcher != "slurm":
         return plan
+    # The site file may have settings for the default partition.
+    names_default = cluster.site is not None
+    return resolve_with_inventory(plan, cluster, inventory, names_default=names_default)
+
+
+def resolve_with_inventory(
+    plan: Plan, cluster: ClusterConfig, inventory: Inventory, *, names_default: bool = True
+) -> Plan:
+    """Return the plan with defaults from a cluster, whether its jobs are used or only planned.
+
+    Args:
+        names_default: name the default partition too, instead of leaving it to Slurm.
+
+    Raises:
+        PlanError: the site file has partitions that the cluster lacks.
+    """
     if cluster.site is not None:
         from slurm.site import load_site
 
@@ -500,7 +517,7 @@ def resolve_plan(plan: Plan, cluster: ClusterConfig, inventory: Inventory | None
     return (
         with_default_gpus(plan, inventory.partitions)
         if plan.pools
-        else with_default_partition(plan, cluster, inventory)
+        else with_default_partition(plan, cluster, inventory, names_default=names_default)
     )
 
 

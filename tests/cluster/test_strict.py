@@ -29,7 +29,8 @@ STATE = Path("/tmp/rlinf-strict")
 SETTINGS = {
     "RLINF_DEVCLUSTER_DIR": str(STATE),
     "RLINF_DEVCLUSTER_PORT": "29800",
-    "RLINF_DEVCLUSTER_NODES": "cpu-1::0 gpu-1:a100:2",
+    # A driver on one node, so that a job may have the whole other one.
+    "RLINF_DEVCLUSTER_NODES": "cpu-1::0 cpu-2::0 gpu-1:a100:2",
     "RLINF_DEVCLUSTER_STRICT": "yes",
 }
 PLAN = {
