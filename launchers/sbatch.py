@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from launchers.job_entrypoint import ModuleCall
@@ -131,6 +132,23 @@ def _submit(
         raise _cancel_unreadable(" and ".join(job.name for job in jobs), tag, error) from None
 
 
+def check_submission(script: Path) -> str:
+    """Return sbatch's answer to a batch script that it only tests (``--test-only``).
+
+    Raises:
+        SlurmUnresponsiveError: Slurm does not answer.
+        SlurmError: sbatch would refuse the script; the message is Slurm's.
+    """
+    try:
+        answer = run_command(("sbatch", "--test-only", str(script)), return_stderr=True)
+    except SlurmUnresponsiveError:
+        raise
+    except SlurmError as error:
+        raise SlurmError(_slurm_message(error)) from None
+    lines = [line for line in answer.splitlines() if line.startswith("sbatch: ")]
+    return "; ".join(line.removeprefix("sbatch: ") for line in lines) or answer.strip()
+
+
 def new_tag() -> str:
     """Return a unique tag for the comment of the jobs of one submission."""
     return f"{TAG_PREFIX}{secrets.token_hex(8)}"
@@ -176,7 +194,8 @@ def array_script(jobs: Sequence[JobSpec]) -> str:
     first, resources = jobs[0], jobs[0].resources
     job_id = "%j" if len(jobs) == 1 else "%A_%a"
     # Slurm's own messages about the job, such as a kill, follow the output of the first process.
-    options: dict[str, Any] = {
+    options = {
+        **_options(first.name, resources, allow_requeue=first.allow_requeue),
         "output": str(first.log_dir / f"{job_id}_0_log.out"),
         "error": str(first.log_dir / f"{job_id}_0_log.err"),
     }
@@ -188,9 +207,9 @@ def array_script(jobs: Sequence[JobSpec]) -> str:
         lines += ["calls=(", *calls, ")"]
         calls = ['"${calls[$SLURM_ARRAY_TASK_ID]}"']
     log = shlex.quote(str(first.log_dir / f"{job_id}_%t_log"))
-    step = [*srun_options(resources), *_python_call(resources), calls[0]]
+    step = [shlex.join(srun_options(resources)), *_python_call(resources), calls[0]]
     srun = f"srun --unbuffered --output {log}.out --error {log}.err {' '.join(step)}"
-    return "\n".join(["#!/bin/bash", *_directives(first, resources, options), "", *lines, srun, ""])
+    return "\n".join(["#!/bin/bash", *_directives(options), "", *lines, srun, ""])
 
 
 def restarting_script(job: JobSpec) -> str:
@@ -198,7 +217,8 @@ def restarting_script(job: JobSpec) -> str:
     return array_script([job]) + _RESTART_CODE.format(
         long_s=HEALTHY_RUN_S,
         times=MAX_QUICK_RESTARTS,
-        requeue=f"{_python(job.resources)} -m slurm.requeue",
+        # Outside of a container, which may lack scontrol.
+        requeue=shlex.join([job.resources.interpreter or sys.executable, "-m", "slurm.requeue"]),
     ).lstrip("\n")
 
 
@@ -214,7 +234,8 @@ def hetjob_script(jobs: Sequence[JobSpec]) -> str:
         groups = ",".join(str(first + i) for i in range(len(job.components)))
         for number, resources in enumerate(job.components, first):
             output = str(job.log_dir / "%j_batch.log")
-            directives.append(_directives(job, resources, {"output": output}))
+            options = _component_options(job.name, resources, allow_requeue=job.allow_requeue)
+            directives.append(_directives({**options, "output": output}))
             call = [*_python_call(resources), shlex.quote(_module_call(job).to_json())]
             lines = [
                 *_setup_lines(resources),
@@ -246,7 +267,7 @@ def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None
     """
     key_by_option: dict[str, str] = {}
     for key, resources in components:
-        options = _options(key, resources)
+        options = _component_options(key, resources)
         for option, earlier_key in key_by_option.items():
             if option not in options:
                 raise PlanError(
@@ -263,16 +284,19 @@ def _first_components(jobs: Sequence[JobSpec]) -> list[int]:
 
 
 def _options(name: str, resources: JobResources, *, allow_requeue: bool = True) -> dict[str, Any]:
-    """Return sbatch's options of a job or component."""
+    """Return sbatch's options of a job."""
     warning_s = _warning_s(resources)
-    options = sbatch_options(name, resources, allow_requeue=allow_requeue, warning_s=warning_s)
+    return sbatch_options(name, resources, allow_requeue=allow_requeue, warning_s=warning_s)
+
+
+def _component_options(name: str, resources: JobResources, **further: Any) -> dict[str, Any]:
+    """Return sbatch's options of a component of a heterogeneous job."""
     # Without this, a component without GPUs would inherit those of an earlier component.
-    return {"gres": "none", **options}
+    return {"gres": "none", **_options(name, resources, **further)}
 
 
-def _directives(job: JobSpec, resources: JobResources, more: Mapping[str, Any]) -> list[str]:
-    """Return the options of a job or component as ``#SBATCH`` lines."""
-    options = {**_options(job.name, resources, allow_requeue=job.allow_requeue), **more}
+def _directives(options: Mapping[str, Any]) -> list[str]:
+    """Return options as ``#SBATCH`` lines."""
     return [
         f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" * (value is not True))
         for name, value in sorted(options.items())

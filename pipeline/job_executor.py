@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launchers.launcher import JobSpec, Launcher
 from pipeline.executors import Outcome
@@ -16,6 +17,7 @@ from pipeline.resources import (
     ClusterConfig,
     check_hetjobs,
     check_job_limits,
+    discover_cluster,
     job_resources,
     plan_job_requests,
     stage_interpreter,
@@ -25,18 +27,25 @@ from rlinf.errors import EXIT_REQUEUE, RequeueRequested
 from slurm.jobs import JobResources, JobState, JobStatus
 from stages.runner import StageCall
 
+if TYPE_CHECKING:
+    from slurm.inventory import Inventory
+
 QUEUE_NOTICE_S = 10.0
 """Seconds in the queue after which the reason that a job waits is logged."""
 log = logging.getLogger("rlinf")
 
 
 def create_launcher(
-    cluster: ClusterConfig, plan: Plan, driver: JobResources | None = None
+    cluster: ClusterConfig,
+    plan: Plan,
+    driver: JobResources | None = None,
+    inventory: Inventory | None = None,
 ) -> Launcher:
     """Create the configured launcher, after checking that it can run the plan.
 
     Args:
         driver: resources of the job in which the driver runs; None if it runs in no job.
+        inventory: the inventory of the cluster; None queries Slurm if its jobs are used.
 
     Raises:
         PlanError: the plan requests more than the cluster has.
@@ -48,11 +57,29 @@ def create_launcher(
         return LocalLauncher()
     from launchers.slurm_launcher import SlurmLauncher
     from slurm.client import SlurmClient
-    from slurm.discovery import discover_inventory
+    from slurm.job_limits import cluster_limits_from_inventory
+
+    inventory = inventory or discover_cluster(cluster)
+    client = SlurmClient(poll_interval_s=cluster.poll_interval_s)
+    if inventory is None:
+        return SlurmLauncher(client)
+    check_plan_fits(cluster, plan, inventory, driver)
+    return SlurmLauncher(client, cluster_limits_from_inventory(inventory))
+
+
+def check_plan_fits(
+    cluster: ClusterConfig, plan: Plan, inventory: Inventory, driver: JobResources | None = None
+) -> None:
+    """Check that the cluster can run the jobs of a plan.
+
+    Args:
+        driver: as for :func:`create_launcher`.
+
+    Raises:
+        PlanError: the plan requests more than the cluster has, or the site file is of another one.
+    """
     from slurm.job_limits import check_resources, cluster_limits_from_inventory
 
-    client = SlurmClient(poll_interval_s=cluster.poll_interval_s)
-    inventory = discover_inventory(client, with_usage=False)
     partitions, cluster_limits = inventory.partitions, cluster_limits_from_inventory(inventory)
     if cluster.site is not None:
         from slurm.site import load_site
@@ -64,7 +91,6 @@ def create_launcher(
             check_resources(resources, partitions, key)
     check_job_limits(plan, jobs, cluster_limits, driver)
     check_hetjobs(plan, cluster)
-    return SlurmLauncher(client, cluster_limits)
 
 
 def stage_job(node: StageNode, call: StageCall, run: Path, resources: JobResources) -> JobSpec:

@@ -16,6 +16,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
+    field_validator,
     model_validator,
 )
 
@@ -55,6 +56,18 @@ class StagePlan(Section):
     time_limit_min: int | None = Field(default=None, gt=0)
     """Wall-time limit, minutes."""
 
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _check_gpus(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            kind, count = next(iter(value.items()), ("TYPE", 1))
+            raise ValueError(
+                f"{dict(value)} is not a number; for {count} GPUs of one node write gpus: {count}, "
+                f"gpu_type: {kind} and processes: {count} (one per GPU); with nodes: 2, gpus and "
+                "processes are those of each node"
+            )
+        return value
+
     @model_validator(mode="after")
     def _check_speed_weights(self) -> StagePlan:
         if (
@@ -86,7 +99,8 @@ class PoolPlan(Section):
     stages: tuple[str, ...] = Field(min_length=1)
     devices: dict[OptionText, PositiveInt] = Field(min_length=1)
     """Number of devices of each kind (``partition`` or ``partition:gpu_type``). Each process has
-    one GPU, unless the stages or defaults set ``gpus: 0`` or the partition has no GPUs. Several
+    one GPU, unless the stages or defaults set ``gpus: 0`` or the partition has no GPUs. On GPU
+    partitions the processes fill nodes, unless ``nodes``, ``processes`` or ``gpus`` is set. Several
     kinds become components of one heterogeneous job, and every stage of the pool runs on all of
     them; in an elastic pool each worker is a separate job."""
     workers: PositiveInt | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,7 @@ from slurm.sbatch_options import EnvironmentVariables, OptionText, ShellText
 from stages.flow import Flow
 
 if TYPE_CHECKING:
-    from slurm.inventory import PartitionInventory
+    from slurm.inventory import Inventory, PartitionInventory
     from slurm.job_limits import ClusterLimits
 
 
@@ -225,11 +226,16 @@ def _format_devices(devices: Mapping[str, int]) -> str:
 
 
 def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInventory]) -> Plan:
-    """Return the plan with one GPU per process in pools on GPU partitions that do not set ``gpus``.
+    """Return the plan with defaults for its pools on GPU partitions.
+
+    A pool that sets neither ``nodes`` nor ``processes`` fills nodes: of 8 devices, a node with 8
+    GPUs gets 8 processes, and two nodes with 4 GPUs get 4 each. A pool that does not set ``gpus``
+    has one GPU per process.
 
     Args:
         partitions: the partitions of the cluster by name.
     """
+    plan = _with_full_nodes(plan, partitions)
     stages = dict(plan.stages)
     for pool in plan.pools:
         plans = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
@@ -245,24 +251,85 @@ def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInventory]) 
     return plan if stages == plan.stages else plan.model_copy(update={"stages": stages})
 
 
-def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInventory]) -> Plan:
-    """Return the plan with the cluster's default partition for stages that name none.
+def _with_full_nodes(plan: Plan, partitions: Mapping[str, PartitionInventory]) -> Plan:
+    """Return the plan with as many processes per node as fill the nodes of its GPU pools."""
+    stages = dict(plan.stages)
+    for pool in plan.pools:
+        plans = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
+        names_size = any(
+            stage_plan.constraint or {"nodes", "processes", "gpus"} & stage_plan.model_fields_set
+            for stage_plan in plans
+        )
+        per_node = [_gpus_per_node(kind, partitions) for kind in pool.devices]
+        if names_size or pool.workers is not None or not all(per_node):
+            continue
+        counts = pool.devices.values()
+        processes = next(
+            size
+            for size in range(min(max(per_node), max(counts)), 0, -1)
+            # A kind with fewer devices than this fills one node.
+            if all(
+                count % min(count, size) == 0 and min(count, size) <= limit
+                for count, limit in zip(counts, per_node, strict=True)
+            )
+        )
+        for name in pool.stages:
+            if processes > 1 and not plan.flow.all_stages[name].single_process:
+                stage_plan = stages.get(name, StagePlan())
+                stages[name] = stage_plan.model_copy(update={"processes": processes})
+    return plan if stages == plan.stages else plan.model_copy(update={"stages": stages})
+
+
+def _gpus_per_node(kind: str, partitions: Mapping[str, PartitionInventory]) -> int:
+    """Return the GPUs per node of a kind of device; 0 if it has no GPUs or is unknown."""
+    partition, _, gpu_type = kind.partition(":")
+    gpus = partitions[partition].gpus if partition in partitions else {}
+    return gpus.get(gpu_type, 0) if gpu_type else max(gpus.values(), default=0)
+
+
+def with_default_partition(
+    plan: Plan, cluster: ClusterConfig, inventory: Inventory, *, names_default: bool
+) -> Plan:
+    """Return the plan with a partition for stages that name none.
+
+    A stage with GPUs gets the cluster's default partition. A stage without GPUs gets a partition
+    without GPUs, if there is one that accepts it (:func:`slurm.inventory.partition_without_gpus`).
 
     Args:
-        partitions: the partitions of the cluster by name.
+        names_default: name the default partition too, instead of leaving it to Slurm.
     """
     # Imported lazily: only plans for Slurm need the client.
-    from slurm.inventory import default_partition
+    from slurm.inventory import default_partition, partition_without_gpus
 
-    default = default_partition(partitions)
-    unnamed = [stage for stage in plan.flow.all_stages if plan.stage_plan(stage).partition is None]
-    if default is None or not unnamed:
-        return plan
-    updated = {
-        stage: plan.stages.get(stage, StagePlan()).model_copy(update={"partition": default})
-        for stage in unnamed
-    }
-    return plan.model_copy(update={"stages": {**plan.stages, **updated}})
+    default = default_partition(inventory.partitions)
+    updated = {}
+    for stage in plan.flow.all_stages:
+        stage_plan = plan.stage_plan(stage)
+        if stage_plan.partition is not None:
+            continue
+        partition = default
+        if not stage_plan.gpus:
+            accepts = partial(_accepts, stage_plan, cluster, inventory)
+            partition = partition_without_gpus(inventory, accepts)
+        if partition is not None and (names_default or partition != default):
+            own = plan.stages.get(stage, StagePlan())
+            updated[stage] = own.model_copy(update={"partition": partition})
+    return plan.model_copy(update={"stages": {**plan.stages, **updated}}) if updated else plan
+
+
+def _accepts(
+    stage_plan: StagePlan, cluster: ClusterConfig, inventory: Inventory, partition: str
+) -> bool:
+    """Return whether a partition accepts the job of a stage."""
+    from slurm.job_limits import check_resources, cluster_limits_from_inventory
+
+    resources = job_resources(stage_plan.model_copy(update={"partition": partition}), cluster)
+    try:
+        check_resources(resources, inventory.partitions, "")
+        cluster_limits_from_inventory(inventory).check(resources, "")
+    except PlanError:
+        return False
+    return True
 
 
 def plan_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
@@ -400,27 +467,57 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
     return next(iter(interpreters), None)
 
 
-def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
-    """Return the plan with defaults that depend on the cluster (partition, GPUs per process).
+def discover_cluster(cluster: ClusterConfig) -> Inventory | None:
+    """Return the inventory of the cluster, without its current use; None without Slurm jobs.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
     """
-    if cluster.launcher != "slurm" or not (plan.pools or cluster.site):
-        return plan
+    if cluster.launcher != "slurm":
+        return None
     from slurm.client import SlurmClient
-    from slurm.discovery import discover_partitions
+    from slurm.discovery import discover_inventory
 
-    return resolve_with_partitions(plan, discover_partitions(SlurmClient()))
+    return discover_inventory(SlurmClient(), with_usage=False)
 
 
-def resolve_with_partitions(plan: Plan, partitions: Mapping[str, PartitionInventory]) -> Plan:
-    """Return the plan with defaults from these partitions of the cluster."""
+def resolve_plan(plan: Plan, cluster: ClusterConfig, inventory: Inventory | None = None) -> Plan:
+    """Return the plan with defaults that depend on the cluster: partitions, processes and GPUs.
+
+    Args:
+        inventory: the inventory of the cluster; None queries Slurm if its jobs are used.
+
+    Raises:
+        PlanError: the site file has partitions that the cluster lacks.
+        SlurmError: Slurm is not installed or does not answer.
+    """
+    inventory = inventory or discover_cluster(cluster)
+    if inventory is None or cluster.launcher != "slurm":
+        return plan
+    # The site file may have settings for the default partition.
+    names_default = cluster.site is not None
+    return resolve_with_inventory(plan, cluster, inventory, names_default=names_default)
+
+
+def resolve_with_inventory(
+    plan: Plan, cluster: ClusterConfig, inventory: Inventory, *, names_default: bool = True
+) -> Plan:
+    """Return the plan with defaults from a cluster, whether its jobs are used or only planned.
+
+    Args:
+        names_default: name the default partition too, instead of leaving it to Slurm.
+
+    Raises:
+        PlanError: the site file has partitions that the cluster lacks.
+    """
+    if cluster.site is not None:
+        from slurm.site import load_site
+
+        load_site(cluster.site).check_partitions(inventory.partitions, cluster.site)
     return (
-        with_default_gpus(plan, partitions)
+        with_default_gpus(plan, inventory.partitions)
         if plan.pools
-        # Name the default partition, because the site file may have settings for it.
-        else with_default_partition(plan, partitions)
+        else with_default_partition(plan, cluster, inventory, names_default=names_default)
     )
 
 
@@ -428,14 +525,15 @@ class DriverJobConfig(Section):
     """Resources of the job that runs the driver (``rlinf submit``).
 
     The job is small and has no GPUs. It uses the settings of the site file that every job needs
-    (account, set-up lines, container, environment), but none that request GPUs or large jobs.
+    (account, set-up lines, environment), but none that request GPUs or large jobs. A driver that
+    submits jobs runs outside of the container, because it calls the commands of Slurm.
     """
 
     partition: OptionText | None = None
-    """Null: the default partition of the cluster."""
+    """Null: the default partition of the cluster, or a partition without GPUs if that has GPUs."""
     cpus: int = Field(default=1, gt=0)
-    mem_mb: int = Field(default=4000, gt=0)
-    """Memory, MiB."""
+    mem_mb: int | None = Field(default=None, gt=0)
+    """Memory, MiB. Null: 4000, or no request if Slurm does not know the memory of the nodes."""
     time_limit_min: int | None = Field(default=None, gt=0)
     """Wall-time limit, minutes. The job requeues itself before the limit. Null: one day, or less if
     the partition or accounting allows less."""

@@ -297,6 +297,33 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             layout.check(size, key)
 
 
+def check_gpu_counts(config: RunConfig, plan: Plan) -> None:
+    """Check that no stage job requests GPUs that its processes would leave idle.
+
+    A process uses one GPU, or ``engine.replicas`` of them if it generates.
+
+    Raises:
+        PlanError: a stage has more GPUs than its processes use.
+    """
+    if plan.pools:
+        return  # pool_resources checks pools
+    replicas = getattr(load_components(config).options["engine"], "replicas", 1)
+    for stage, spec in plan.flow.all_stages.items():
+        stage_plan = plan.stage_plan(stage)
+        per_process = replicas if "engine" in spec.config_sections else 1
+        if spec.uses_device and stage_plan.gpus > stage_plan.processes * per_process:
+            advice = (
+                "one process computes this stage, so leave gpus at 1"
+                if spec.single_process
+                else f"set processes: {stage_plan.gpus // per_process} (per node, as gpus)"
+            )
+            each = "a GPU" if per_process == 1 else f"{per_process} GPUs (engine.replicas)"
+            raise PlanError(
+                f"plan.stages.{stage}: gpus: {stage_plan.gpus}, but processes: "
+                f"{stage_plan.processes}, and each uses {each}: the others would idle; {advice}"
+            )
+
+
 def check_tracker(name: str, key: str, config: RunConfig) -> None:
     """Check that a tracker exists and can be initialised, without starting it.
 

@@ -43,6 +43,7 @@ SLURM_ENV_PREFIXES = (
     "SBATCH_",
     "SALLOC_",
     "SQUEUE_",
+    "SCANCEL_",
     "SACCT_",
     "SINFO_",
 )

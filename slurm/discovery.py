@@ -155,12 +155,34 @@ def build_inventory(output: SlurmOutput, created_at: datetime) -> Inventory:
         schema_version=SCHEMA,
         created_at=created_at,
         slurm_version=output.version,
-        partitions=build_partitions(output.nodes, output.partitions, output.usage, output.pending),
+        partitions={
+            name: _with_memory_of_cluster(partition, settings)
+            for name, partition in build_partitions(
+                output.nodes, output.partitions, output.usage, output.pending
+            ).items()
+        },
         limits=limits,
         cluster=settings.get("ClusterName", ""),
         enforces_limits=output.settings is None or enforces_limits(settings),
         max_array_size=_array_size(settings),
         max_jobs=_int_or_default(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
+    )
+
+
+def _with_memory_of_cluster(
+    partition: PartitionInventory, settings: Mapping[str, str]
+) -> PartitionInventory:
+    """Return a partition with the cluster's memory per CPU where it sets none of its own."""
+    default, maximum = partition.default_mem_mb_per_cpu, partition.max_mem_mb_per_cpu
+    return partition.model_copy(
+        update={
+            "default_mem_mb_per_cpu": _int_or_none(settings.get("DefMemPerCPU", ""))
+            if default is None
+            else default,
+            "max_mem_mb_per_cpu": _int_or_none(settings.get("MaxMemPerCPU", ""))
+            if maximum is None
+            else maximum,
+        }
     )
 
 

@@ -7,7 +7,7 @@ Slurm.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,8 @@ SCHEMA = 1
 NEVER_PREEMPTED = frozenset({"", "OFF", "GANG"})
 """Words of PreemptMode that let no other job preempt the jobs of a partition."""
 GIGA = 10**9
+PREFERRED_TIME_MIN = 24 * 60
+"""A partition that allows at least this many minutes is long enough for any job without GPUs."""
 MAX_ARRAY_SIZE = 1001
 """MaxArraySize of slurm.conf by default."""
 MAX_JOB_COUNT = 10000
@@ -153,6 +155,14 @@ class PartitionInventory(Section):
         return sum(group.count for group in self.groups)
 
     @property
+    def knows_memory(self) -> bool:
+        """True if Slurm knows the memory of the nodes. It refuses requests for memory otherwise.
+
+        A node whose RealMemory is not set has 1 MiB.
+        """
+        return any(group.mem_mb_per_node > 1 for group in self.groups)
+
+    @property
     def gpus(self) -> dict[str, int]:
         """The maximum number of GPUs per node, by GPU type."""
         counts = [item for group in self.groups for item in group.gpus.items()]
@@ -171,6 +181,36 @@ def is_accepted(name: str, allowed: tuple[str, ...] | None, denied: tuple[str, .
 def default_partition(partitions: Mapping[str, PartitionInventory]) -> str | None:
     """Return the name of the partition that jobs use by default; None if there is none."""
     return next((name for name, partition in partitions.items() if partition.is_default), None)
+
+
+def partition_without_gpus(
+    inventory: Inventory, accepts: Callable[[str], bool] = lambda name: True
+) -> str | None:
+    """Return the partition of jobs without GPUs that name none; None: Slurm's default.
+
+    It is the default partition, unless that has GPUs and an open partition without GPUs exists.
+    Of several such partitions, one is chosen that shares its nodes, whose jobs are not preempted,
+    that allows jobs of a day, and that has the most nodes, in this order.
+
+    Args:
+        accepts: returns whether the job may run in a partition without GPUs.
+    """
+    default = default_partition(inventory.partitions)
+    if default is not None and not inventory.partitions[default].gpus:
+        return default
+
+    def preference(partition: PartitionInventory) -> tuple[bool, bool, int, int]:
+        limit = partition.time_limit_min
+        minutes = PREFERRED_TIME_MIN if limit is None else min(limit, PREFERRED_TIME_MIN)
+        preemptible = inventory.is_preemptible(partition.name)
+        return (not partition.is_exclusive, not preemptible, minutes, partition.nodes)
+
+    candidates = [
+        partition
+        for name, partition in inventory.partitions.items()
+        if partition.is_available and partition.groups and not partition.gpus and accepts(name)
+    ]
+    return max(candidates, key=preference).name if candidates else default
 
 
 class Inventory(Section):

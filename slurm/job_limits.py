@@ -451,7 +451,10 @@ def _check_nodes(
     if gpus:
         gpu_types = {name: 0 for group in groups for name in group.gpus}
         if not gpu_types:
-            raise PlanError(f"{prefix}.gpus: {label} has no GPUs")
+            raise PlanError(
+                f"{prefix}.gpus: {label} has no GPUs; name a partition that has "
+                "(rlinf inventory lists them)"
+            )
         if gpu_type is not None and gpu_type not in gpu_types:
             hint = did_you_mean(gpu_type, gpu_types)
             raise PlanError(f"{prefix}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")

@@ -124,6 +124,8 @@ class JobResources:
     env: Mapping[str, str] = field(default_factory=dict)
     sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
     """Further sbatch options, name to value; True is a flag without a value."""
+    srun: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """Further options of the srun that starts the job's processes, as in ``sbatch``."""
     signal_delay_s: int = 90
     """Seconds between the warning signal and the end of the job."""
     array_parallelism: int | None = None

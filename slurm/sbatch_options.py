@@ -1,4 +1,4 @@
-"""Options of sbatch: built from a job's resources and a site file, with checks of their text.
+"""Options of sbatch and srun: built from a job's resources and a site file, with checks.
 
 Options have the long names of sbatch's manual page, without leading dashes. Every batch script is
 written from :func:`sbatch_options`, so that a job has the same options however it is submitted, and
@@ -133,6 +133,22 @@ _SIZE_OPTIONS = frozenset(
     }
 )
 """Options that set the size of a job."""
+_CONTAINER_OPTION = re.compile(r"(?:no-)?container(?:-[a-z-]+)?")
+"""Options of Slurm and of the plugin Pyxis that start processes in a container."""
+_SRUN_KEYS = {
+    **_PLAN_KEYS,
+    **dict.fromkeys(MEMORY_OPTIONS, "mem_mb"),
+    "time": "time_limit_min",
+    "constraint": "constraint",
+}
+"""Options of srun that the job already has from the plan, with their keys in the plan."""
+_SRUN_RESERVED_OPTIONS = frozenset(
+    {
+        "chdir", "export", "het-group", "input", "jobid", "kill-on-bad-exit", "label",
+        "multi-prog", "pty", "relative", "signal", "unbuffered", "wait",
+    }
+)
+"""Options of srun that this program sets, or that would break the start of its processes."""
 _PLACEMENT_OPTIONS = frozenset(
     {
         "nodelist", "nodefile", "prefer", "cluster-constraint", "switches", "constraint", "qos",
@@ -176,6 +192,34 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
     return options
 
 
+def check_srun_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """Return a site file's srun options under their long names.
+
+    Raises:
+        ValueError: an option would change what the plan or the program decides, or is set twice.
+            The message says what to write instead.
+    """
+    options: dict[str, OptionValue] = {}
+    for key, value in values.items():
+        name = option_name(key)
+        if len(name) < 2 or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ValueError(f"{key!r} is not a long srun option; write the long name, like mpi")
+        if name in options:
+            raise ValueError(f"{name} is set twice; remove {key!r} or the other key")
+        if name in _SRUN_KEYS:
+            raise ValueError(f"the plan decides {name}; set {_SRUN_KEYS[name]} there")
+        if _has_gpus(name, value):
+            raise ValueError("the plan decides how many GPUs a job has; set gpus there")
+        if name in _RESERVED_OPTIONS | _SRUN_RESERVED_OPTIONS | {*_SITE_KEYS}:
+            raise ValueError(f"the job itself has {name}, or the program decides it; leave it out")
+        try:
+            check_shell_text(str(value))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        options[name] = value
+    return options
+
+
 def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Return the sbatch options of the driver's job under their long names.
 
@@ -210,6 +254,11 @@ def _advice(name: str, value: OptionValue) -> str | None:
         return f"the plan decides {name}; set {_PLAN_KEYS[name]} there, under stages or defaults"
     if name in _RESERVED_OPTIONS:
         return f"the program decides {name} itself; leave it out"
+    if _CONTAINER_OPTION.fullmatch(name):
+        return (
+            f"{name} would put the batch script into the container, which has no srun; write it "
+            "under srun, so that each process starts in the container"
+        )
     if _has_gpus(name, value):
         return "the plan decides how many GPUs a job has; set gpus there, and leave gpu out of gres"
     return None
@@ -300,5 +349,21 @@ def srun_options(resources: JobResources) -> list[str]:
     From 22.05 on, srun no longer inherits ``--cpus-per-task`` from the job and would bind a task to
     one CPU (manual page of srun). If the site or its sbatch sets ``--export=NONE``, srun would
     start tasks without the variables that the script sets.
+
+    Tasks with GPUs are distributed in blocks: the first tasks of a node get the CPUs of its first
+    socket. So a task is near the GPU that has the number of its local rank, because GPUs are
+    numbered by socket too. By default Slurm would distribute them over the sockets in turn.
     """
-    return [f"--cpus-per-task={resources.cpus_per_task}", "--export=ALL", "--kill-on-bad-exit=1"]
+    options: dict[str, OptionValue] = {
+        "cpus-per-task": resources.cpus_per_task,
+        "export": "ALL",
+        "kill-on-bad-exit": 1,
+    }
+    if resources.gpus_per_node and resources.tasks_per_node > 1:
+        options["distribution"] = "block:block"
+    options |= {option_name(key): value for key, value in resources.srun.items()}
+    return [
+        f"--{name}" + f"={value}" * (value is not True)
+        for name, value in options.items()
+        if value is not False
+    ]

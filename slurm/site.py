@@ -15,11 +15,13 @@ from rlinf.yaml_file import read_yaml
 from slurm import gpus
 from slurm.jobs import partition_names
 from slurm.sbatch_options import (
+    MEMORY_OPTIONS,
     EnvironmentVariables,
     OptionText,
     OptionValue,
     ShellText,
     check_site_options,
+    check_srun_options,
 )
 
 
@@ -72,6 +74,9 @@ class PartitionSettings(HardwareSettings):
 
     They are defaults: ``mem_mb`` of the plan replaces ``mem``, ``mem-per-cpu`` and ``mem-per-gpu``.
     """
+    srun: dict[str, OptionValue] = {}
+    """Further options of srun, which starts the processes of a job: ``{container-image:
+    /images/rlinf.sqsh}`` with Pyxis, see :func:`slurm.sbatch_options.check_srun_options`."""
     signal_delay_s: int = Field(default=90, ge=1)
     """Seconds between the warning signal and the end of the job."""
     duty_cycle: DutyCycle | dict[str, DutyCycle] = 1.0
@@ -83,6 +88,11 @@ class PartitionSettings(HardwareSettings):
     @classmethod
     def _check_options(cls, value: dict[str, OptionValue]) -> dict[str, OptionValue]:
         return check_site_options(value)
+
+    @field_validator("srun")
+    @classmethod
+    def _check_srun(cls, value: dict[str, OptionValue]) -> dict[str, OptionValue]:
+        return check_srun_options(value)
 
     def duty_cycle_for(self, *kinds: str) -> float:
         """Return the duty cycle of a node with these GPU names and features; 1 by default."""
@@ -102,7 +112,11 @@ class PartitionSettings(HardwareSettings):
 
 
 class SiteConfig(Section):
-    """A site file: ``defaults`` for all partitions, and ``partitions`` that override them."""
+    """A site file: ``defaults`` for all partitions, and ``partitions`` that override them.
+
+    The mappings ``env``, ``sbatch`` and ``srun`` are overridden key by key. An option of a
+    partition that is ``false`` removes the default one.
+    """
 
     defaults: PartitionSettings = PartitionSettings()
     partitions: dict[str, PartitionSettings] = {}
@@ -137,22 +151,36 @@ class SiteConfig(Section):
         """Check that the cluster has every partition of this site file.
 
         Raises:
-            PlanError: a partition is missing. The message suggests the most similar name.
+            PlanError: partitions are missing. The message suggests the most similar name, or
+                another site file if all are missing.
         """
-        for name in self.partitions:
-            if name not in partitions:
-                raise PlanError(
-                    f"cluster.site: {path}: partitions.{name}: this cluster has no partition "
-                    f"{name!r}{did_you_mean(name, partitions)}"
-                )
+        missing = [name for name in self.partitions if name not in partitions]
+        if not missing:
+            return
+        if len(missing) == len(self.partitions) > 1:
+            raise PlanError(
+                f"cluster.site: {path}: this cluster has none of its partitions "
+                f"({', '.join(missing)}), but {', '.join(sorted(partitions))}; is it the site file "
+                "of another cluster? Write one for this cluster with: rlinf init-site"
+            )
+        raise PlanError(
+            f"cluster.site: {path}: partitions.{missing[0]}: this cluster has no partition "
+            f"{missing[0]!r}{did_you_mean(missing[0], partitions)}"
+        )
 
     def _merged(self, partition: str) -> PartitionSettings:
         overrides = self.partitions.get(partition)
         if overrides is None:
             return self.defaults
-        return self.defaults.model_copy(
-            update={name: getattr(overrides, name) for name in overrides.model_fields_set}
-        )
+        update = {name: getattr(overrides, name) for name in overrides.model_fields_set}
+        for name in ("env", "sbatch", "srun"):
+            if name in update:
+                update[name] = {**getattr(self.defaults, name), **update[name]}
+        if any(overrides.sbatch.get(name, False) is not False for name in MEMORY_OPTIONS):
+            # They exclude each other, so a partition's own one replaces any default one.
+            inherited = {name for name in MEMORY_OPTIONS if name not in overrides.sbatch}
+            update["sbatch"] = {k: v for k, v in update["sbatch"].items() if k not in inherited}
+        return self.defaults.model_copy(update=update)
 
 
 @functools.cache

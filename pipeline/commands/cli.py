@@ -33,6 +33,10 @@ DryRun = Annotated[
         "--dry-run", help="Only write the sbatch scripts, configuration and plan to a folder"
     ),
 ]
+DryRunInventory = Annotated[
+    Path | None,
+    typer.Option("--from", help="With --dry-run: read a saved inventory instead of querying Slurm"),
+]
 Redo = Annotated[
     bool,
     typer.Option(
@@ -70,6 +74,7 @@ def version(
 def run(
     overrides: Overrides,
     dry_run: DryRun = False,
+    source: DryRunInventory = None,
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
@@ -80,8 +85,9 @@ def run(
     if dry_run:
         from pipeline.commands.driver_job import write_dry_run
 
-        typer.echo("\n".join(write_dry_run(overrides, None)))
+        typer.echo("\n".join(write_dry_run(overrides, None, source)))
         return
+    _refuse_inventory(source)
     from rlinf.launch import main as launch
 
     raise typer.Exit(launch([*overrides, *["--redo"] * redo, *["--keep"] * keep]))
@@ -118,7 +124,8 @@ def resume(
 def submit(
     run_or_experiment: RunOrOverrides,
     partition: Annotated[
-        str | None, typer.Option(help="Partition of the driver's job; default: that of the cluster")
+        str | None,
+        typer.Option(help="Partition of the driver's job; default: one without GPUs"),
     ] = None,
     time_limit_min: Annotated[
         int | None,
@@ -131,6 +138,7 @@ def submit(
         str | None, typer.Option(help="Address for Slurm's mail when the driver ends or fails")
     ] = None,
     dry_run: DryRun = False,
+    source: DryRunInventory = None,
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
@@ -146,12 +154,22 @@ def submit(
     }
     driver = {key: value for key, value in options.items() if value is not None}
     on_mismatch = OnMismatch.from_flags(redo=redo, keep=keep)
-    lines = (
-        driver_job.write_dry_run(run_or_experiment, driver)
-        if dry_run
-        else driver_job.submit_run(run_or_experiment, driver, on_mismatch)
-    )
+    if dry_run:
+        lines = driver_job.write_dry_run(run_or_experiment, driver, source)
+    else:
+        _refuse_inventory(source)
+        lines = driver_job.submit_run(run_or_experiment, driver, on_mismatch)
     typer.echo("\n".join(lines))
+
+
+def _refuse_inventory(source: Path | None) -> None:
+    """Refuse a saved inventory where jobs would be submitted.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if source is not None:
+        raise ConfigError(f"--from {source}: only with --dry-run; jobs are submitted to a Slurm")
 
 
 @app.command()

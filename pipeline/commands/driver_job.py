@@ -18,7 +18,13 @@ from typing import Any
 import yaml
 
 from launchers.launcher import JobSpec
-from launchers.sbatch import batch_script, new_tag, restarting_script, submit_restarting
+from launchers.sbatch import (
+    batch_script,
+    check_submission,
+    new_tag,
+    restarting_script,
+    submit_restarting,
+)
 from launchers.submission_queue import write_submitted_job
 from pipeline.commands.experiment import (
     cluster_config,
@@ -28,12 +34,13 @@ from pipeline.commands.experiment import (
     validate_overrides,
 )
 from pipeline.graph import Graph
-from pipeline.job_executor import stage_job
+from pipeline.job_executor import check_plan_fits, stage_job
 from pipeline.plan import Plan, StagePlan
 from pipeline.pools.leases import PoolState, pool_job, pool_states
 from pipeline.resources import (
     ClusterConfig,
     check_job_limits,
+    discover_cluster,
     job_resources,
     plan_job_requests,
     pool_resources,
@@ -49,7 +56,12 @@ from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError, PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import SlurmClient
 from slurm.discovery import discover_inventory
-from slurm.inventory import PartitionInventory, default_partition
+from slurm.inventory import (
+    Inventory,
+    PartitionInventory,
+    load_inventory,
+    partition_without_gpus,
+)
 from slurm.job_limits import check_resources, cluster_limits_from_inventory
 from slurm.jobs import JOB_FILE, JobResources, partition_names
 from slurm.sbatch_options import check_log_folder, portable_options
@@ -58,6 +70,7 @@ from stages.layout import CONFIG_FILE, DRIVER_JOB_FOLDER, PLAN_FILE
 from stages.runner import StageCall
 
 DEFAULT_TIME_LIMIT_MIN = 24 * 60
+DEFAULT_MEM_MB = 4000
 
 
 def driver_job(run: Run, resources: JobResources) -> JobSpec:
@@ -72,23 +85,51 @@ def driver_job(run: Run, resources: JobResources) -> JobSpec:
     )
 
 
-def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) -> JobResources:
+def driver_resources(cluster: ClusterConfig, plan: Plan, inventory: Inventory) -> JobResources:
     """Return the resources of the driver's job.
+
+    Args:
+        inventory: the inventory of the cluster.
 
     Raises:
         PlanError: the cluster lacks these resources, or accounting does not allow them in addition
             to the plan's jobs.
-        SlurmError: Slurm is not installed or does not answer.
     """
-    settings, inventory = cluster.driver, discover_inventory(client, with_usage=False)
-    partitions = inventory.partitions
-    # Set the default partition explicitly, because the site file may have settings for it.
-    partition = settings.partition or default_partition(partitions)
+    if cluster.site is not None:
+        load_site(cluster.site).check_partitions(inventory.partitions, cluster.site)
+
+    def accepts(partition: str) -> bool:
+        try:
+            _driver_resources_on(partition, cluster, inventory)
+        except PlanError:
+            return False
+        return True
+
+    # Name the partition also if it is the default one: the site file may have settings for it.
+    partition = cluster.driver.partition or partition_without_gpus(inventory, accepts)
+    resources = _driver_resources_on(partition, cluster, inventory)
+    if cluster.launcher == "slurm":
+        jobs = plan_job_requests(plan, cluster)
+        check_job_limits(plan, jobs, cluster_limits_from_inventory(inventory), resources)
+    return resources
+
+
+def _driver_resources_on(
+    partition: str | None, cluster: ClusterConfig, inventory: Inventory
+) -> JobResources:
+    """Return the resources of the driver's job in a partition, or in each of a list.
+
+    Raises:
+        PlanError: the partition or accounting does not allow such a job.
+    """
+    settings, partitions = cluster.driver, inventory.partitions
+    own = [partitions[name] for name in partition_names(partition or "") if name in partitions]
+    mem_mb = DEFAULT_MEM_MB if all(p.knows_memory for p in own) else None
     stage_plan = StagePlan(
         partition=partition,
         cpus=settings.cpus,
-        mem_mb=settings.mem_mb,
-        time_limit_min=settings.time_limit_min or _default_time_limit_min(partition, partitions),
+        mem_mb=settings.mem_mb or mem_mb,
+        time_limit_min=settings.time_limit_min or _default_time_limit_min(own),
     )
     resources = _without_large_job_settings(job_resources(stage_plan, cluster), cluster, partitions)
     cluster_limits = cluster_limits_from_inventory(inventory)
@@ -100,8 +141,6 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         cluster_limits.check(resources, "cluster.driver")
     except PlanError as error:
         raise PlanError(str(error).removeprefix("plan: ")) from None
-    if cluster.launcher == "slurm":
-        check_job_limits(plan, plan_job_requests(plan, cluster), cluster_limits, resources)
     return resources
 
 
@@ -111,12 +150,14 @@ def _without_large_job_settings(
     """Return the resources without settings of the site file that are for larger jobs.
 
     QOS, constraint and reservation stay only if the site file sets them for the driver's partition
-    and that partition has no GPUs. The defaults of the site file may be meant for GPU jobs.
+    and that partition has no GPUs. The defaults of the site file may be meant for GPU jobs. A
+    driver that submits jobs runs outside of the container, which may lack the commands of Slurm.
     """
     settings, site = cluster.driver, PartitionSettings()
     partition = partitions.get(resources.partition or "")
     if cluster.site is not None and partition is not None and not partition.gpus:
         site = load_site(cluster.site).overrides_for(resources.partition)
+    submits_jobs = cluster.launcher == "slurm"
     mail = {} if settings.mail is None else {"mail-user": settings.mail, "mail-type": "END,FAIL"}
     return replace(
         resources,
@@ -125,17 +166,15 @@ def _without_large_job_settings(
         constraint=settings.constraint or site.constraint,
         reservation=settings.reservation or site.reservation,
         exclude=settings.exclude or resources.exclude,
+        python_command=() if submits_jobs else resources.python_command,
+        srun={} if submits_jobs else resources.srun,
         sbatch={**portable_options(resources.sbatch), **mail, **settings.sbatch},
     )
 
 
-def _default_time_limit_min(
-    partition: str | None, partitions: dict[str, PartitionInventory]
-) -> int:
-    """Return one day, or the lowest limit of the partitions in ``partition`` if that is less."""
-    names = partition_names(partition or "")
-    candidates = [p for p in partitions.values() if p.name in names]
-    limits = [p.time_limit_min for p in candidates if p.time_limit_min is not None]
+def _default_time_limit_min(partitions: Sequence[PartitionInventory]) -> int:
+    """Return one day, or the lowest limit of the partitions if that is less."""
+    limits = [p.time_limit_min for p in partitions if p.time_limit_min is not None]
     return min([DEFAULT_TIME_LIMIT_MIN, *limits])
 
 
@@ -204,7 +243,7 @@ def submit_run(
     """
     run, plan, is_new_plan = _run_and_plan(words)
     cluster = _cluster_with_driver(run, driver)
-    resources = driver_resources(cluster, plan, SlurmClient())
+    resources = driver_resources(cluster, plan, _survey())
     with start_lock(run):
         if is_run_folder(words) and not words[1:]:
             with run.lock():
@@ -224,16 +263,22 @@ def submit_run(
     ]
 
 
-def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:
+def write_dry_run(
+    words: Sequence[str], driver: Mapping[str, Any] | None, source: Path | None = None
+) -> list[str]:
     """Write sbatch scripts, configuration and plan beside the run directory; returns output lines.
 
     Args:
         driver: as for :func:`submit_run`; None if the driver would run in this process.
+        source: a saved inventory of the cluster, which replaces Slurm. None queries Slurm, and lets
+            sbatch test each script.
 
     Raises:
-        ConfigError, DataError, PlanError, SlurmError: as :func:`submit_run`.
+        ConfigError, DataError, PlanError: as :func:`submit_run`.
+        SlurmError: as :func:`submit_run`; or the scripts were written, but sbatch would refuse one.
     """
-    run, plan, _ = _run_and_plan(words)
+    inventory = None if source is None else load_inventory(source)
+    run, plan, _ = _run_and_plan(words, inventory)
     cluster = _cluster_with_driver(run, driver or {})
     if driver is None and cluster.launcher != "slurm":
         raise ConfigError(
@@ -241,7 +286,7 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
         )
     scripts = {}
     if driver is not None:
-        resources = driver_resources(cluster, plan, SlurmClient())
+        resources = driver_resources(cluster, plan, inventory or _survey())
         scripts["driver"] = restarting_script(driver_job(run, resources))
     if cluster.launcher == "slurm":
         jobs = _pool_jobs(run, plan, cluster) if plan.pools else _stage_jobs(run, plan, cluster)
@@ -255,22 +300,60 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
     write_user_file(target / PLAN_FILE, yaml.safe_dump(plan.to_dict(), sort_keys=False))
     for name, text in scripts.items():
         write_user_file(target / f"{name}.sh", text)
-    names = ", ".join(f"{name}.sh" for name in scripts)
-    return [f"{target}: {CONFIG_FILE}, {PLAN_FILE}, {names}", "nothing was submitted"]
+    paths = [target / f"{name}.sh" for name in scripts]
+    names = ", ".join(path.name for path in paths)
+    lines = [f"{target}: {CONFIG_FILE}, {PLAN_FILE}, {names}"]
+    lines += _test_scripts(paths) if source is None else [f"sbatch was not called: --from {source}"]
+    return [*lines, "nothing was submitted"]
 
 
-def _run_and_plan(words: Sequence[str]) -> tuple[Run, Plan, bool]:
+def _test_scripts(scripts: Sequence[Path]) -> list[str]:
+    """Let sbatch test batch scripts without submitting them; returns its answers.
+
+    Raises:
+        SlurmError: sbatch would refuse a script.
+    """
+    lines, num_refused = ["sbatch --test-only:"], 0
+    for script in scripts:
+        try:
+            lines.append(f"  {script.name}: {check_submission(script)}")
+        except SlurmUnresponsiveError as error:
+            lines.append(f"  {script.name}: no answer ({error})")
+        except SlurmError as error:
+            num_refused += 1
+            lines.append(f"  {script.name}: refused: {error}")
+    if num_refused:
+        raise SlurmError(
+            f"{scripts[0].parent}: sbatch would refuse {num_refused} of {len(scripts)} scripts; "
+            "change the plan or the site file (cluster.site)\n" + "\n".join(lines)
+        )
+    return lines
+
+
+def _survey() -> Inventory:
+    return discover_inventory(SlurmClient(), with_usage=False)
+
+
+def _run_and_plan(
+    words: Sequence[str], inventory: Inventory | None = None
+) -> tuple[Run, Plan, bool]:
     """Return the run, whose directory may not exist yet, its plan, and whether the plan is new (not
     that of the run directory)."""
     if not is_run_folder(words):
-        config, plan = validate_experiment(compose_words(words))
+        config, plan = validate_experiment(compose_words(words), None, inventory)
         return Run(config.run.folder, config), plan, True
     folder = Path(words[0])
     if words[1:]:
-        config, plan, names_plan = validate_overrides(folder, words[1:])
+        config, plan, names_plan = validate_overrides(folder, words[1:], None, inventory)
         return Run(config.run.folder, config), plan, names_plan
     run = Run.open(folder)
-    return run, resolve_plan(Plan.from_run(run.folder), cluster_config(run)), False
+    cluster = cluster_config(run)
+    inventory = inventory or discover_cluster(cluster)
+    plan = resolve_plan(Plan.from_run(run.folder), cluster, inventory)
+    if inventory is not None and cluster.launcher == "slurm":
+        # The cluster may have changed since the run was created.
+        check_plan_fits(cluster, plan, inventory)
+    return run, plan, False
 
 
 def _cluster_with_driver(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:

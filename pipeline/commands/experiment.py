@@ -26,6 +26,7 @@ from pipeline.plan import Plan, load_plan
 from pipeline.report import write_report
 from pipeline.resources import (
     ClusterConfig,
+    discover_cluster,
     plan_job_requests,
     pool_resources,
     resolve_plan,
@@ -51,8 +52,9 @@ from stages.layout import CONFIG_FILE, PLAN_FILE
 from stages.runner import read_config_values
 from stages.worker_state import WorkerState
 
-if TYPE_CHECKING:  # imported when the plan has pools
-    from pipeline.pools.executor import PoolExecutor
+if TYPE_CHECKING:
+    from pipeline.pools.executor import PoolExecutor  # imported when the plan has pools
+    from slurm.inventory import Inventory
 
 
 def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Run:
@@ -76,19 +78,23 @@ def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.
 
 
 def validate_experiment(
-    values: Mapping[str, Any], driver: JobResources | None = None
+    values: Mapping[str, Any],
+    driver: JobResources | None = None,
+    inventory: Inventory | None = None,
 ) -> tuple[RunConfig, Plan]:
     """Return a composed configuration and its plan after all checks; nothing is written.
 
     Args:
         driver: resources of the job in which the driver will run; None if it runs in no job or
             they are unknown.
+        inventory: a saved inventory of the cluster; None queries Slurm if its jobs are used.
 
     Raises:
         ConfigError, DataError, PlanError: configuration or plan is invalid.
     """
     # Imported lazily: these load engines and trainers, which a driver does not need.
     from pipeline.validate_config import (
+        check_gpu_counts,
         check_layouts,
         check_residency,
         check_separate_policy,
@@ -104,7 +110,8 @@ def validate_experiment(
         from rlinf.channels.curve_sockets import interface_address
 
         interface_address(cluster.network_interface)
-    plan = resolve_plan(plan, cluster)
+    inventory = inventory or discover_cluster(cluster)
+    plan = resolve_plan(plan, cluster, inventory)
     check_notify_command(cluster.notify_command)
     if plan.execution == "pools" and cluster.launcher == "inprocess":
         raise PlanError(
@@ -120,10 +127,11 @@ def validate_experiment(
     jobs = [job for alternatives in requests.values() for job in alternatives]
     check_residency(config, plan, cluster.launcher)
     check_budget(config.budget.gpu_hours, cluster.launcher, jobs)
-    if cluster.launcher != "inprocess":
-        from pipeline.job_executor import create_launcher
+    check_gpu_counts(config, plan)
+    if inventory is not None and cluster.launcher == "slurm":
+        from pipeline.job_executor import check_plan_fits
 
-        create_launcher(cluster, plan, driver).close()
+        check_plan_fits(cluster, plan, inventory, driver)
     return config, plan
 
 
@@ -273,8 +281,9 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_o
         else:
             from pipeline.job_executor import JobExecutor, create_launcher
 
-            plan = resolve_plan(Plan.from_run(run.folder), cluster)
-            launcher = create_launcher(cluster, plan, current_job_resources())
+            inventory = discover_cluster(cluster)
+            plan = resolve_plan(Plan.from_run(run.folder), cluster, inventory)
+            launcher = create_launcher(cluster, plan, current_job_resources(), inventory)
             if cluster.launcher == "slurm":
                 from slurm.client import SlurmClient
 
@@ -340,7 +349,10 @@ def reopen_run(
 
 
 def validate_overrides(
-    folder: Path, words: Sequence[str], driver: JobResources | None = None
+    folder: Path,
+    words: Sequence[str],
+    driver: JobResources | None = None,
+    inventory: Inventory | None = None,
 ) -> tuple[RunConfig, Plan, bool]:
     """Return the validated configuration and plan of a run with overrides; nothing is written.
 
@@ -348,7 +360,7 @@ def validate_overrides(
     configuration and the third value is True. Otherwise it is that of the run directory.
 
     Args:
-        driver: see :func:`validate_experiment`.
+        driver: see :func:`validate_experiment`, also for ``inventory``.
 
     Raises:
         ConfigError, DataError, PlanError: configuration or plan is invalid.
@@ -357,10 +369,10 @@ def validate_overrides(
     names_plan = any(_key(word) == "plan" for word in words)
     plan_file = Run.open(folder).folder / PLAN_FILE
     if names_plan or not plan_file.exists():
-        return *validate_experiment(values, driver), True
+        return *validate_experiment(values, driver, inventory), True
     config_plan = values.get("plan")
     config, plan = validate_experiment(
-        {**values, "plan": yaml.safe_load(plan_file.read_text("utf-8"))}, driver
+        {**values, "plan": yaml.safe_load(plan_file.read_text("utf-8"))}, driver, inventory
     )
     return config.model_copy(update={"plan": config_plan}), plan, False
 

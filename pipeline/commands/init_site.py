@@ -16,8 +16,8 @@ from slurm.inventory import (
     Inventory,
     NodeGroup,
     PartitionInventory,
-    default_partition,
     is_accepted,
+    partition_without_gpus,
 )
 from slurm.records import Association
 
@@ -73,10 +73,11 @@ def site_text(inventory: Inventory, container_tools: Collection[str] = ()) -> st
     lines.append("partitions:")
     for partition in inventory.partitions.values():
         lines += _partition_lines(inventory, partition, associations)
-    if (driver := _driver_partition(inventory)) is not None:
+    driver = partition_without_gpus(inventory)
+    if driver is not None and not inventory.partitions[driver].gpus:
         lines += [
-            "# The driver needs no GPU. Submit it to a partition without GPUs:",
-            f"#   rlinf submit RUN --partition {driver}",
+            f"# The driver needs no GPU. Its job goes to partition {driver}; for another one:",
+            "#   rlinf submit RUN --partition NAME",
         ]
     return "\n".join(lines) + "\n"
 
@@ -101,7 +102,8 @@ def _account_lines(associations: list[Association]) -> Iterator[str]:
 
 def _container_lines(tool: str) -> Iterator[str]:
     if tool == "enroot":
-        yield "  # sbatch: {container-image: /images/rlinf.sqsh}  # with Pyxis, for all jobs"
+        yield "  # srun: {container-image: /images/rlinf.sqsh}  # with Pyxis, to run stages in it"
+        yield "  # python_command: [python3]  # that of the container"
     else:
         command = f"[{tool}, exec, --nv, /images/rlinf.sif, python3]"
         yield f"  # python_command: {command}  # to run stages in a container"
@@ -187,16 +189,6 @@ def _gpu_lines(groups: tuple[NodeGroup, ...]) -> Iterator[str]:
         yield f"    {prefix}{line}  # {QUESTION} {reason}; nvidia-smi on a node says which"
     if gpu_groups and max(group.count for group in gpu_groups) > 1:
         yield "    # inter_node_bandwidth_gb_per_s: 25  # of the network (200 Gbit/s are 25)"
-
-
-def _driver_partition(inventory: Inventory) -> str | None:
-    """Return an open partition without GPUs, the default one if possible; None: there is none."""
-    candidates = {
-        name: partition
-        for name, partition in inventory.partitions.items()
-        if partition.is_available and partition.groups and not partition.gpus
-    }
-    return default_partition(candidates) or next(iter(candidates), None)
 
 
 def _scalar(text: str) -> str:

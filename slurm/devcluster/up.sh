@@ -22,6 +22,8 @@
 #   RLINF_DEVCLUSTER_GRACE  GraceTime of partition spot (s)    [5]
 #   RLINF_DEVCLUSTER_CRED_EXPIRE  s; a requeued job starts this + 1 s later  [5]
 #   RLINF_DEVCLUSTER_PROCTRACK  linuxproc | pgid | cgroup      [linuxproc]  (cgroup: +task/cgroup +ConstrainDevices)
+#   RLINF_DEVCLUSTER_STRICT yes: rules of strict sites. BIND=yes and PROCTRACK=cgroup, with ConstrainRAMSpace; jobs must name their
+#               time limit; partitions of GPUs accept only the QOS gpu and refuse jobs without GPUs; partition whole gives whole nodes. [no]
 set -euo pipefail
 trap 'echo "up.sh: failed at line $LINENO" >&2' ERR
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -29,9 +31,10 @@ S=${RLINF_DEVCLUSTER_DIR:-/tmp/rlinf-devcluster}
 PORT=${RLINF_DEVCLUSTER_PORT:-26800}
 MODE=${RLINF_DEVCLUSTER_MODE:-uts}
 NODES=${RLINF_DEVCLUSTER_NODES:-a100-1:a100:4 a100-2:a100:4 h100-1:h100:4 h100-2:h100:4 cpu-1::0}
-BIND=${RLINF_DEVCLUSTER_BIND:-no}; CPUS=8; CPUBIND=; [ "$BIND" = yes ] && { CPUS=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc); CPUBIND=CpuBind=core; }
+STRICT=${RLINF_DEVCLUSTER_STRICT:-no}; LOOSE=no; LINUXPROC=linuxproc; [ "$STRICT" = yes ] && { LOOSE=yes; LINUXPROC=cgroup; }
+BIND=${RLINF_DEVCLUSTER_BIND:-$LOOSE}; CPUS=8; CPUBIND=; [ "$BIND" = yes ] && { CPUS=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc); CPUBIND=CpuBind=core; }
 CPUS=${RLINF_DEVCLUSTER_CPUS:-$CPUS}; MEM=${RLINF_DEVCLUSTER_MEM:-16000}
-GRACE=${RLINF_DEVCLUSTER_GRACE:-5}; CREDEXP=${RLINF_DEVCLUSTER_CRED_EXPIRE:-5}; PROCTRACK=${RLINF_DEVCLUSTER_PROCTRACK:-linuxproc}
+GRACE=${RLINF_DEVCLUSTER_GRACE:-5}; CREDEXP=${RLINF_DEVCLUSTER_CRED_EXPIRE:-5}; PROCTRACK=${RLINF_DEVCLUSTER_PROCTRACK:-$LINUXPROC}
 BR=rlf$PORT; NET=10.77.0
 T0=$(date +%s%N); now() { echo "$(( ($(date +%s%N)-T0)/1000000 )) ms"; }
 say() { printf '[%8s] %s\n' "$(now)" "$*"; }
@@ -74,7 +77,7 @@ case $MODE in net) CTLADDR=$NET.1; pre=$NET.;; uts) CTLADDR=127.0.0.1; pre=127.0
 HOST=$(hostname -s)
 
 # a running cluster with another configuration is restarted, with the same one it is kept
-SIG="$MODE|$PORT|$NODES|$CPUS|$MEM|$GRACE|$CREDEXP|$PROCTRACK|$BIND|$HOST|$(cksum <"$HERE/up.sh")"
+SIG="$MODE|$PORT|$NODES|$CPUS|$MEM|$GRACE|$CREDEXP|$PROCTRACK|$BIND|$STRICT|$HOST|$(cksum <"$HERE/up.sh")"
 if [ -e "$S/run/sig" ] && [ "$(cat "$S/run/sig")" != "$SIG" ]; then say "configuration changed: restarting"; RLINF_DEVCLUSTER_DIR=$S "$HERE/down.sh"; mkdir -p "$S/run"; fi
 
 # ---------------------------------------------------------------- configuration files
@@ -95,22 +98,24 @@ for spec in $NODES; do
   fi
   nodelines+=$l$'\n'; hosts+="$a $n"$'\n'; part[${gt:-cpu}]+=",$n"
 done
-partlines=; gpunodes=; tres=
+partlines=; gpunodes=; tres=; gpurules=; rules=; enforce=
+[ "$STRICT" = yes ] && { gpurules="AllowQos=gpu QOS=needgpu"; rules=JobSubmitPlugins=require_timelimit; enforce=,safe; }
 for t in "${!part[@]}"; do
-  d=; [ "$t" = cpu ] && d=Default=YES
+  d=$gpurules; [ "$t" = cpu ] && d=Default=YES
   [ "$t" != cpu ] && { gpunodes+=${part[$t]}; tres+=",gres/gpu:$t"; }
   partlines+="PartitionName=$t Nodes=${part[$t]#,} $d PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP"$'\n'
 done
 if [ -n "$gpunodes" ]; then
-  partlines+="PartitionName=gpu  Nodes=${gpunodes#,} PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP"$'\n'
-  partlines+="PartitionName=spot Nodes=${gpunodes#,} PriorityTier=1 PreemptMode=REQUEUE GraceTime=$GRACE MaxTime=INFINITE State=UP"$'\n'
+  partlines+="PartitionName=gpu  Nodes=${gpunodes#,} $gpurules PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP"$'\n'
+  partlines+="PartitionName=spot Nodes=${gpunodes#,} $gpurules PriorityTier=1 PreemptMode=REQUEUE GraceTime=$GRACE MaxTime=INFINITE State=UP"$'\n'
 fi
+[ "$STRICT" = yes ] && [ -n "${part[cpu]:-}" ] && partlines+="PartitionName=whole Nodes=${part[cpu]#,} OverSubscribe=EXCLUSIVE PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP"$'\n'
 printf %s "$hosts" >"$S/etc/hosts"
 printf '%s' "$greslines" >"$S/etc/gres.conf"
 TASK=task/none; [ "$BIND" = yes ] && TASK=task/affinity
 if [ "$PROCTRACK" = cgroup ]; then
   [ "$BIND" = yes ] && TASK=task/cgroup,task/affinity || TASK=task/cgroup
-  printf 'CgroupPlugin=cgroup/v1\nConstrainDevices=yes\nConstrainCores=%s\nConstrainRAMSpace=no\n' "$BIND" >"$S/etc/cgroup.conf"
+  printf 'CgroupPlugin=cgroup/v1\nConstrainDevices=yes\nConstrainCores=%s\nConstrainRAMSpace=%s\n' "$BIND" "$STRICT" >"$S/etc/cgroup.conf"
 else rm -f "$S/etc/cgroup.conf"; fi
 
 cat >"$S/etc/my.cnf" <<EOF
@@ -200,7 +205,8 @@ AccountingStorageHost=$CTLADDR
 AccountingStoragePort=$((PORT+19))
 AccountingStoragePass=$S/munge/munge.socket.2
 AccountingStorageTRES=gres/gpu$tres
-AccountingStorageEnforce=associations,limits,qos
+AccountingStorageEnforce=associations,limits,qos$enforce
+$rules
 AccountingStoreFlags=job_comment,job_env,job_script
 $nodelines$partlines
 EOF
@@ -248,6 +254,8 @@ say "mariadbd ok"; if ! alive slurmdbd slurmdbd; then
 fi
 # first start against an empty state: register the cluster and its TRES before slurmctld asks for them (else it exits)
 if [ ! -e "$S/ctl/clustername" ]; then wait_for 200 sacctmgr -n show tres || die "slurmdbd does not answer"; fi
+# Partitions name these QOS, so they exist before the controller starts; it makes the TRES of their limits.
+[ "$STRICT" = yes ] && { sacctmgr -i add cluster dev; sacctmgr -i add qos gpu,needgpu; sacctmgr -i modify user root set qos+=gpu defaultqos=normal; } >/dev/null 2>&1 || true
 say "slurmdbd ok"; if ! alive slurmctld slurmctld; then
   slurmctld 2>"$S/log/slurmctld.out" || { cat "$S/log/slurmctld.out"; tail -n 20 "$S/log/slurmctld.log"; die slurmctld; }
   wait_for 400 scontrol ping || { tail -n 20 "$S/log/slurmctld.log"; die slurmctld; }
@@ -263,6 +271,10 @@ for n in "${names[@]}"; do
 done
 say "daemons started"; nodes_ok() { [ "$(sinfo -h -N -o '%N %T' | sort -u | grep -c -E ' (idle|mixed|allocated|completing)$')" = ${#names[@]} ]; }
 if ! wait_for 60 nodes_ok; then scontrol update nodename="$(IFS=,; echo "${names[*]}")" state=resume 2>/dev/null || true; wait_for 200 nodes_ok || { sinfo -N -l; die "nodes not up"; }; fi
+if [ "$STRICT" = yes ]; then
+  sacctmgr -i modify user root set qos+=gpu defaultqos=normal >/dev/null 2>&1 || true
+  sacctmgr -i modify qos needgpu set MinTRESPerJob=gres/gpu=1 Flags=DenyOnLimit >/dev/null || die "no QOS needgpu"
+fi
 echo "$SIG" >"$S/run/sig"
 say "nodes ready"; say "up: mode=$MODE, ${#names[@]} nodes, state in $S"
 for s in "${started[@]}"; do d=${s%%:*}; printf '  started %-12s pid %s\n' "$d" "$(cat "$S/run/$d.pid")"; done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from launchers.sbatch import (
     array_script,
     batch_script,
     check_hetjob_options,
+    check_submission,
     hetjob_script,
     new_tag,
     restarting_script,
@@ -115,6 +117,27 @@ def test_every_script_says_each_thing_once_and_gives_tasks_their_cpus(
         assert "--cpus-per-task=3" in words
         assert "--export=ALL" in words
         assert "--kill-on-bad-exit=1" in words
+
+
+def test_a_killed_driver_is_requeued_from_outside_of_its_container(tmp_path: Path) -> None:
+    needs = replace(STAGE, python_command=("apptainer", "exec", "x.sif", "python3"))
+    text = restarting_script(JobSpec("d", (), tmp_path / "o", tmp_path / "l", needs, "m"))
+    (line,) = [line for line in text.splitlines() if "slurm.requeue" in line]
+    assert line.strip() == f"{shlex.quote(sys.executable)} -m slurm.requeue && sleep 60"
+    assert "apptainer exec x.sif python3 -u -m launchers.job_entrypoint" in text
+
+
+def test_the_answer_to_a_tested_script_is_that_of_slurm(tmp_path: Path, slurm: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n")
+    answer = "sbatch: Job 12 to start at 2026-01-02T03:04:05 using 1 processors on nodes n1"
+    write_command(slurm, "sbatch", f"echo Welcome >&2; echo '{answer}' >&2; echo $@ > {slurm}/args")
+    assert check_submission(script) == answer.removeprefix("sbatch: ")
+    assert (slurm / "args").read_text() == f"--test-only {script}\n"
+    refusal = "sbatch: error: Memory specification can not be satisfied"
+    write_command(slurm, "sbatch", f"echo '{refusal}' >&2; exit 1")
+    with pytest.raises(SlurmError, match=r"^Memory specification can not be satisfied$"):
+        check_submission(script)
 
 
 @pytest.mark.usefixtures("slurm")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.commands.driver_job import driver_resources
-from pipeline.commands.experiment import prepare_run
+from pipeline.commands.experiment import prepare_run, validate_experiment
 from pipeline.job_executor import create_launcher
 from pipeline.plan import Plan, StagePlan, parse_plan
 from pipeline.resources import (
@@ -18,12 +18,15 @@ from pipeline.resources import (
     DriverJobConfig,
     job_resources,
     pool_job_requests,
+    pool_resources,
     resolve_plan,
 )
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
 from slurm import sbatch_options as option_names
 from slurm.client import SlurmClient
+from slurm.discovery import discover_inventory
+from slurm.inventory import Inventory
 from slurm.sbatch_options import sbatch_options
 from slurm.site import PartitionSettings
 
@@ -49,6 +52,7 @@ class Answers:
     """Name, priority, preempted QOS, time, jobs, submitted, of a user, of a job, of all."""
     associations = "dev|team||normal||||||normal"
     cpu_time = "UNLIMITED"
+    default = "cpu"
 
     def run(self, *command: str, errors: bool = False) -> str:
         if command == ("sinfo", "--version"):
@@ -59,7 +63,7 @@ class Answers:
             return "AccountingStorageEnforce = limits\nClusterName = dev\nSLURM_VERSION = 22.05.8\n"
         if command[0] == "scontrol":
             names = ("cpu", "gpu", "h100")
-            default, times = {"cpu": "YES"}, {"cpu": self.cpu_time}
+            default, times = {self.default: "YES"}, {"cpu": self.cpu_time}
             return "".join(
                 f"PartitionName={name} Default={default.get(name, 'NO')} "
                 f"MaxTime={times.get(name, 'UNLIMITED')} {RULES}\n"
@@ -73,6 +77,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     found = Answers()
     monkeypatch.setattr(SlurmClient, "run", found.run)
     return found
+
+
+def survey() -> Inventory:
+    """The inventory that the answers make."""
+    return discover_inventory(SlurmClient(), with_usage=False)
 
 
 @contextmanager
@@ -147,14 +156,14 @@ def test_a_driver_in_a_job_takes_a_place_beside_the_pools(
         r"cluster\.driver and pools\[0\] and pools\[1\]: .* 3 jobs in all, account team allows 2"
     )
     with pytest.raises(PlanError, match=words):
-        driver_resources(CLUSTER, TWO, SlurmClient())
+        driver_resources(CLUSTER, TWO, survey())
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     with pytest.raises(PlanError, match=words):
         prepare_run({**compose("cluster=slurm"), "plan": TWO.to_dict()})
     monkeypatch.setenv("SLURM_JOB_ACCOUNT", "other")
     prepare_run({**compose("cluster=slurm"), "plan": TWO.to_dict()})
     answers.associations = "dev|team||normal||3||||normal"
-    driver_resources(CLUSTER, TWO, SlurmClient())
+    driver_resources(CLUSTER, TWO, survey())
 
 
 def test_a_driver_in_a_job_takes_its_part_beside_each_stage(answers: Answers) -> None:
@@ -163,8 +172,8 @@ def test_a_driver_in_a_job_takes_its_part_beside_each_stage(answers: Answers) ->
     with checked(plan):
         pass
     with pytest.raises(PlanError, match=r"cluster\.driver and stages\.train: .* 3 cpus in all"):
-        driver_resources(CLUSTER, plan, SlurmClient())
-    driver_resources(ClusterConfig(launcher="local"), plan, SlurmClient())
+        driver_resources(CLUSTER, plan, survey())
+    driver_resources(ClusterConfig(launcher="local"), plan, survey())
 
 
 def test_the_default_partition_has_its_own_settings_of_the_site(
@@ -187,7 +196,7 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
         assert needs.setup == (("module load cuda",) if qos else ())
     assert plan.stage_plan("train").cpus == 2
     assert resolve_plan(plan, cluster) == plan, "as a resumed run has it"
-    needs = driver_resources(cluster, plan, SlurmClient())
+    needs = driver_resources(cluster, plan, survey())
     assert (needs.partition, needs.qos) == ("cpu", "long")
 
 
@@ -195,15 +204,88 @@ def test_a_driver_has_the_time_of_its_own_partition(answers: Answers) -> None:
     answers.cpu_time = "30:00"
     for partition, minutes in ((None, 30), ("gpu", 24 * 60), ("gpu,cpu", 30)):
         cluster = ClusterConfig(launcher="slurm", driver={"partition": partition})  # type: ignore[arg-type]
-        assert (
-            driver_resources(cluster, parse_plan({}, "plan"), SlurmClient()).time_limit_min
-            == minutes
-        )
+        assert driver_resources(cluster, parse_plan({}, "plan"), survey()).time_limit_min == minutes
 
 
 def test_a_plan_names_no_partition_where_no_site_speaks_of_any(answers: Answers) -> None:
     plan = parse_plan({"stages": {"train": {"cpus": 2}}}, "plan")
     assert resolve_plan(plan, CLUSTER) is plan
+
+
+def test_stages_without_gpus_go_to_a_partition_without_gpus(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "default", "gpu")
+    answers.cpu_time = "30:00"
+    stages = {
+        "train": {"gpus": 1},
+        "evaluate": {"time_limit_min": 60},
+        "sync": {"partition": "h100"},
+    }
+    plan = resolve_plan(parse_plan({"stages": stages}, "plan"), CLUSTER)
+    named = {stage: plan.stage_plan(stage).partition for stage in plan.flow.all_stages}
+    assert named["reward"] == named["rollout"] == named["sft"] == "cpu"
+    assert named["train"] is None, "Slurm's default, which has GPUs"
+    assert named["evaluate"] is None, "the other partition does not allow it an hour"
+    assert named["sync"] == "h100"
+    with checked(plan):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "processes"),
+    [
+        ({"h100": 4}, [1], [4]),
+        ({"h100": 8}, [2], [4]),
+        ({"h100": 6}, [2], [3]),
+        ({"h100": 5}, [5], [1]),
+        ({"gpu:h100": 2, "h100": 4}, [1, 1], [2, 4]),
+        ({"cpu": 4}, [4], [1]),
+    ],
+)
+def test_a_number_of_gpus_fills_nodes(
+    answers: Answers, devices: dict[str, int], nodes: list[int], processes: list[int]
+) -> None:
+    train = {"stages": REST, "devices": devices}
+    plan = resolve_plan(pools({"stages": ["rollout"], "devices": {"h100": 1}}, train), CLUSTER)
+    components = pool_resources(plan, 1)
+    assert [part.nodes for part in components] == nodes
+    assert [part.processes for part in components] == processes
+    gpus = [0] if "cpu" in devices else processes
+    assert [part.gpus for part in components] == gpus
+    assert plan.stage_plan("reward").processes == 1
+    chosen = pools({"stages": ["rollout"], "devices": {"h100": 1}}, train, processes=1)
+    assert pool_resources(resolve_plan(chosen, CLUSTER), 1)[0].nodes == next(iter(devices.values()))
+
+
+def test_gpus_that_no_process_would_use_are_refused(compose: Compose) -> None:
+    values = compose("cluster=local")
+    with pytest.raises(
+        PlanError, match=r"stages\.train: gpus: 8, but processes: 1, .* set processes: 8"
+    ):
+        validate_experiment({**values, "plan": {"stages": {"train": {"gpus": 8}}}})
+    with pytest.raises(PlanError, match=r"gpus: .*write gpus: 8, gpu_type: h100 and processes: 8"):
+        validate_experiment({**values, "plan": {"stages": {"train": {"gpus": {"h100": 8}}}}})
+    validate_experiment({**values, "plan": {"stages": {"train": {"gpus": 8, "processes": 8}}}})
+
+
+def test_a_saved_inventory_stands_for_slurm(
+    answers: Answers, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = survey()
+
+    def no_slurm(*command: str, **keywords: object) -> str:
+        raise AssertionError(f"Slurm was called: {command}")
+
+    monkeypatch.setattr(SlurmClient, "run", no_slurm)
+    values = compose("cluster=slurm")
+    _, plan = validate_experiment(values, None, inventory)
+    assert plan.stage_plan("train").partition is None
+    wrong = {"stages": {"train": {"partition": "h200"}}}
+    with pytest.raises(
+        PlanError, match=r"stages\.train\.partition: no partition 'h200' here.*h100"
+    ):
+        validate_experiment({**values, "plan": wrong}, None, inventory)
 
 
 def texts(section: type[Section]) -> list[str]:
@@ -274,7 +356,7 @@ def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers
             cluster = validate(ClusterConfig, {"driver": driver}, "cluster")
         except ConfigError:
             continue
-        written = sbatch_options("driver", driver_resources(cluster, Plan(), SlurmClient()))
+        written = sbatch_options("driver", driver_resources(cluster, Plan(), survey()))
         assert written[name] == "7", name
         chosen += 1
     assert chosen > 20

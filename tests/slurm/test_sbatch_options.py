@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from slurm.jobs import JobResources
 from slurm.sbatch_options import (
     MEMORY_OPTIONS,
     check_site_options,
+    check_srun_options,
     portable_options,
     sbatch_options,
+    srun_options,
 )
 from slurm.site import load_site
 
@@ -82,6 +85,9 @@ def test_names_with_underscores_and_switched_off_options() -> None:
         ({"output": "x.log"}, "the program decides output"),
         ({"parsable": True}, "the program decides parsable"),
         ({"clusters": "hill"}, "the program decides clusters"),
+        ({"container-image": "/x.sqsh"}, "write it under srun"),
+        ({"container": "/bundle"}, "write it under srun"),
+        ({"no-container-entrypoint": True}, "write it under srun"),
         ({"c": 4}, "long name"),
         ({"--": 4}, "long name"),
         ({"mem": "4G", "mem-per-cpu": "1G"}, "mem and mem-per-cpu exclude each other"),
@@ -103,6 +109,50 @@ def test_what_would_not_be_obeyed_is_refused_with_its_cure(
         load_site(path)
 
 
+@pytest.mark.parametrize(
+    ("srun", "advice"),
+    [
+        ({"gpus-per-task": 1}, "the plan decides gpus-per-task; set gpus"),
+        ({"cpus_per_task": 2}, "set cpus"),
+        ({"mem": "4G"}, "set mem_mb"),
+        ({"time": 5}, "set time_limit_min"),
+        ({"gres": "gpu:2"}, "set gpus"),
+        ({"export": "NONE"}, "the program decides it"),
+        ({"qos": "gpu"}, "the job itself has qos"),
+        ({"het-group": 1}, "the program decides it"),
+        ({"output": "x"}, "the program decides it"),
+        ({"n": 1}, "long srun option"),
+        ({"mpi": "a", "--mpi": "b"}, "set twice"),
+        ({"comment": "a\0"}, "null character"),
+    ],
+)
+def test_srun_options_that_would_not_be_obeyed_are_refused(
+    srun: dict[str, Any], advice: str, tmp_path: Any
+) -> None:
+    with pytest.raises(ValueError, match=advice):
+        check_srun_options(srun)
+    path = tmp_path / "site.yaml"
+    path.write_text(json.dumps({"partitions": {"gpu": {"srun": srun}}}))
+    with pytest.raises(PlanError, match=f"cluster.site.*srun.*{advice}"):
+        load_site(path)
+
+
+def test_srun_starts_processes_near_their_gpus_and_as_the_site_wants() -> None:
+    needs = JobResources(cpus_per_task=4, tasks_per_node=8, gpus_per_node=8)
+    assert "--distribution=block:block" in srun_options(needs)
+    assert not [word for word in srun_options(JobResources()) if "distribution" in word]
+    site = {
+        "container_image": "/x.sqsh",
+        "distribution": "cyclic",
+        "label": False,
+        "no-shell": True,
+    }
+    found = srun_options(replace(needs, srun=site))
+    assert {"--container-image=/x.sqsh", "--distribution=cyclic", "--no-shell"} <= set(found)
+    assert "--cpus-per-task=4" in found
+    assert not [word for word in found if "label" in word]
+
+
 def test_what_a_site_may_add_is_taken_as_it_is() -> None:
     further = {
         "comment": "x",
@@ -115,7 +165,7 @@ def test_what_a_site_may_add_is_taken_as_it_is() -> None:
 
 
 def test_a_small_job_keeps_what_makes_it_start_and_be_accounted() -> None:
-    kept = {"comment": "x", "wckey": "w", "container-image": "/x.sqsh", "export": "NONE", "nice": 5}
+    kept = {"comment": "x", "wckey": "w", "export": "NONE", "nice": 5}
     large = {"exclusive": True, "mem": "0", "gres": "nvme:1", "nodelist": "g1", "licenses": "a"}
     large |= {"mail_type": "ALL", "hold": True, "mem_per_cpu": "4G", "time": 5, "hint": "x"}
     assert portable_options({**kept, **large}) == kept

@@ -25,7 +25,7 @@ from pipeline.resources import (
     base_resources,
     check_job_limits,
     plan_job_requests,
-    resolve_with_partitions,
+    resolve_with_inventory,
 )
 from rlinf.errors import PlanError, did_you_mean
 from slurm import gpus
@@ -157,7 +157,7 @@ def check_plan_limits(plan: Plan, cluster: ClusterConfig, inventory: Inventory) 
     Raises:
         PlanError: accounting does not allow the plan; the message names its key and the limit.
     """
-    plan = resolve_with_partitions(plan, inventory.partitions)
+    plan = resolve_with_inventory(plan, cluster, inventory)
     check_job_limits(
         plan, plan_job_requests(plan, cluster), cluster_limits_from_inventory(inventory)
     )

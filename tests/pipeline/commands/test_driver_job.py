@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from launchers.launcher import JobSpec
 from launchers.sbatch import restarting_script
@@ -21,7 +22,8 @@ from launchers.submission_queue import write_submitted_job
 from pipeline import resume
 from pipeline.commands import driver_job
 from pipeline.commands import driver_job as submission
-from pipeline.commands.driver_job import driver_resources, submit_run
+from pipeline.commands.cli import app
+from pipeline.commands.driver_job import driver_resources, submit_run, write_dry_run
 from pipeline.commands.experiment import prepare_run, reopen_run
 from pipeline.commands.status import read_status
 from pipeline.commands.stop import stop_run
@@ -37,10 +39,12 @@ from pipeline.run_control import (
 )
 from rlinf import package_paths
 from rlinf.config import validate
-from rlinf.errors import ConfigError, RunLockedError, SlurmError
+from rlinf.errors import ConfigError, PlanError, RunLockedError, SlurmError
 from slurm.client import SlurmClient
+from slurm.discovery import discover_inventory
 from slurm.jobs import JobResources
 from slurm.site import load_site
+from tests.cluster.test_runs import words
 from tests.slurm.wrapped import BANNER, FOOTER, write_command
 
 Compose = Callable[..., dict[str, Any]]
@@ -120,7 +124,8 @@ def needs_of(folder: Path, site: dict[str, Any], **driver: Any) -> JobResources:
     cluster = validate(
         ClusterConfig, {"launcher": "slurm", "site": str(path), "driver": driver}, "cluster"
     )
-    needs = driver_resources(cluster, parse_plan({}, "plan"), SlurmClient())
+    inventory = discover_inventory(SlurmClient(), with_usage=False)
+    needs = driver_resources(cluster, parse_plan({}, "plan"), inventory)
     # The cache of site files goes by path.
     path.rename(folder / "seen.yaml")
     load_site.cache_clear()
@@ -145,7 +150,6 @@ SMALL = {
         "cpus-per-task",
         "error",
         "exclude",
-        "gres",
         "job-name",
         "mem",
         "nodes",
@@ -161,7 +165,7 @@ def test_a_driver_is_a_small_cpu_job_whatever_the_site_says_of_all(
     needs = needs_of(tmp_path, {"defaults": GPU_JOBS})
     found = options(tmp_path, needs)
     assert names(found) == SMALL
-    assert {"account=team", "exclude=c9", "gres=none", "mem=4000M", "partition=cpu"} <= found
+    assert {"account=team", "exclude=c9", "mem=4000M", "partition=cpu"} <= found
     assert {"nodes=1", "ntasks-per-node=1", "cpus-per-task=1", "wckey=w"} <= found
     assert needs.setup == ("module load cuda",)
     assert needs.env["X"] == "y"
@@ -172,6 +176,57 @@ def test_a_driver_in_a_partition_with_gpus_has_nothing_of_its_jobs(
 ) -> None:
     needs = needs_of(tmp_path, {"partitions": {"gpu": GPU_JOBS}}, partition="gpu")
     assert names(options(tmp_path, needs)) == SMALL
+
+
+def test_a_driver_goes_to_a_partition_without_gpus_if_the_default_one_has_some(
+    slurm: Path, tmp_path: Path
+) -> None:
+    """Among several it prefers one that is long, shared and large, and that accepts the job."""
+    records = {
+        "gpu": "Default=YES",
+        "cpu": "Default=NO",
+        "short": "Default=NO MaxTime=00:30:00",
+        "whole": "Default=NO OverSubscribe=EXCLUSIVE",
+        "closed": "Default=NO State=DOWN",
+        "others": "Default=NO AllowAccounts=others",
+    }
+    (slurm / "partitions").write_text(
+        "".join(
+            f"PartitionName={name} {text} "
+            + " ".join(w for w in RULES.split() if w.partition("=")[0] not in text)
+            + "\n"
+            for name, text in records.items()
+        )
+    )
+    nodes = "".join(
+        f"n{number}|{name}|idle|64|500000|(null)|\n"
+        for name in records
+        if name != "gpu"
+        for number in range(4 if name == "cpu" else 9)
+    )
+    (slurm / "sinfo.txt").write_text(SINFO + nodes)
+    site = {"defaults": {"account": "team", "python_command": ["apptainer"], "srun": {"mpi": "x"}}}
+    needs = needs_of(tmp_path, site)
+    assert (needs.partition, needs.time_limit_min) == ("cpu", 24 * 60)
+    assert not needs.python_command, "the driver calls sbatch, which a container may lack"
+    assert not needs.srun
+    assert needs_of(tmp_path, site, partition="gpu").partition == "gpu", "as the user wants it"
+
+
+def test_a_driver_names_no_memory_where_slurm_does_not_know_it(slurm: Path, tmp_path: Path) -> None:
+    (slurm / "sinfo.txt").write_text(SINFO.replace("|500000|", "|1|"))
+    assert needs_of(tmp_path, {}).mem_mb is None
+    assert "mem" not in names(options(tmp_path, needs_of(tmp_path, {})))
+    with pytest.raises(PlanError, match=r"cluster\.driver\.mem_mb: 900 requested, .* have 1"):
+        needs_of(tmp_path, {}, mem_mb=900)
+
+
+def test_a_driver_with_the_site_file_of_another_cluster_is_refused(
+    slurm: Path, tmp_path: Path
+) -> None:
+    site = {"partitions": {"normal": {}, "gpu-a100": {}}}
+    with pytest.raises(PlanError, match=r"site file of another cluster\?.*rlinf init-site"):
+        needs_of(tmp_path, site)
 
 
 def test_what_is_said_of_its_own_partition_of_cpus_holds(slurm: Path, tmp_path: Path) -> None:
@@ -218,9 +273,56 @@ def test_a_driver_lasts_no_longer_than_accounting_allows(slurm: Path, tmp_path: 
     assert needs_of(tmp_path, {}, time_limit_min=60).time_limit_min == 60
 
 
+def test_a_dry_run_shows_what_sbatch_answers_to_each_script(slurm: Path, tmp_path: Path) -> None:
+    start = "sbatch: Job 9 to start at 2026-01-02T03:04:05 using 1 processors on nodes cpu0"
+    write_command(slurm, "sbatch", f"echo '{start}' >&2")
+    call = words(tmp_path, "cluster=slurm")
+    lines = write_dry_run(call, {})
+    assert f"  driver.sh: {start.removeprefix('sbatch: ')}" in lines
+    assert f"  train.sh: {start.removeprefix('sbatch: ')}" in lines
+    assert lines[-1] == "nothing was submitted"
+    refusal = "echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1"
+    write_command(slurm, "sbatch", f"case $* in *train.sh) {refusal};; esac; echo '{start}' >&2")
+    with pytest.raises(SlurmError, match=r"sbatch would refuse 1 of \d+ scripts") as error:
+        write_dry_run(call, {})
+    assert "  train.sh: refused: Job violates accounting/QOS policy" in str(error.value)
+    assert "  driver.sh: Job 9 to start" in str(error.value)
+    assert (tmp_path / "tiny.dry-run" / "train.sh").exists()
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_saved_inventory_is_for_dry_runs_only(slurm: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "inventory.json"
+    discover_inventory(SlurmClient()).save(saved)
+    for command in ("scontrol", "sinfo", "sbatch"):
+        write_command(slurm, command, "exit 1")
+    call = ["submit", *words(tmp_path, "cluster=slurm"), "--from", str(saved)]
+    done = CliRunner().invoke(app, [*call, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert f"sbatch was not called: --from {saved}" in done.output
+    assert (tmp_path / "tiny.dry-run" / "driver.sh").exists()
+    done = CliRunner().invoke(app, call)
+    assert "only with --dry-run" in str(done.exception)
+    assert not (tmp_path / "tiny").exists()
+
+
 @pytest.fixture
 def run(slurm: Path, compose: Compose) -> Run:
     return prepare_run(compose("cluster=slurm", "cluster.poll_interval_s=0.2"))
+
+
+def test_a_run_whose_partition_vanished_is_not_submitted(
+    slurm: Path, compose: Compose, tmp_path: Path
+) -> None:
+    plan = {"stages": {"train": {"partition": "gpu", "gpus": 1}}}
+    run = prepare_run({**compose("cluster=slurm"), "plan": plan})
+    records = (slurm / "partitions").read_text()
+    (slurm / "partitions").write_text(records.replace("PartitionName=gpu", "PartitionName=gpu2"))
+    sinfo = (slurm / "sinfo.txt").read_text()
+    (slurm / "sinfo.txt").write_text(sinfo.replace("|gpu|", "|gpu2|"))
+    with pytest.raises(PlanError, match=r"stages\.train\.partition: no partition 'gpu' .*'gpu2'"):
+        submit_run([str(run.folder)], {})
+    assert not list((slurm / "jobs").iterdir())
 
 
 def test_a_submitted_driver_is_known_and_stopped_though_banners_surround_its_id(

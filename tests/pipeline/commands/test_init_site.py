@@ -94,7 +94,7 @@ def test_account_and_qos_that_a_partition_allows_are_set(tmp_path: Path) -> None
     assert site.settings_for("long").qos == "long"
     assert site.settings_for("gpu").account == "ai"
     assert "none of your accounts may use this partition" in text
-    assert "rlinf submit RUN --partition cpu" in text
+    assert "Its job goes to partition cpu" in text
 
 
 def test_a_list_of_allowed_names_counts_alone_and_in_any_case() -> None:
