@@ -39,6 +39,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 # one environment, and pip installs only these (--no-deps): unneeded dependencies are left out.
 ENVS := $(if $(RLINF_ENVS),$(RLINF_ENVS),$(HOME)/.cache/rlinf/envs)
 ENV_FILE = configs/environments/$(NAME).txt
+# Those for GPUs (NAME-gpu) have packages for CUDA, 8 to 12 GB each, which tests do not use.
+CPU_ENVS := $(filter-out %-gpu,$(basename $(notdir $(wildcard configs/environments/*.txt))))
 
 # Hard-link torch files that several environments share, if the filesystem supports it.
 SHARED = hardlink -q -c $(wildcard $(VENV)/lib/python3*/site-packages/torch) \
@@ -57,8 +59,8 @@ env:  ## Create the Python environment NAME of configs/environments, outside the
 	  $(call SHARED,$(ENVS)/$(NAME)); \
 	  cp $(ENV_FILE) $(ENVS)/$(NAME)/.installed; }
 
-envs: install  ## Create all environments of configs/environments; ten minutes each the first time
-	@set -e; for file in configs/environments/*.txt; do $(MAKE) -s env NAME=$$(basename $$file .txt); done
+envs: install  ## Create all environments except those for GPUs; ten minutes each the first time
+	@set -e; for name in $(CPU_ENVS); do $(MAKE) -s env NAME=$$name; done
 
 demo: install  ## Train the arithmetic model (SFT, then GRPO) and print the path of the report
 	@echo "five to twelve minutes on two cores; if you interrupt it, the same command resumes it"

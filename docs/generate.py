@@ -323,6 +323,13 @@ def experiments() -> str:
     return text
 
 
+def recipes() -> str:
+    """Return the page of the experiments for GPUs, with their memory and time from data sheets."""
+    from benchmarks.recipes import tables
+
+    return (DATA / "recipes.md").read_text() + "\n" + tables()
+
+
 def command_line() -> str:
     """Return the page of the commands, from the parser itself."""
     import typer
@@ -496,6 +503,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/configuration.md": configuration,
     "reference/config-plan.md": plan,
     "reference/experiments.md": experiments,
+    "reference/recipes.md": recipes,
     "reference/cli.md": command_line,
     "reference/run-folder.md": run_folder,
     "reference/metrics.md": metrics,

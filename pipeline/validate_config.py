@@ -19,6 +19,7 @@ from rlinf.errors import ConfigError, DataError, PlanError, RlinfError, require_
 from rlinf.interpreters import (
     STAGE_PACKAGES,
     check_interpreter,
+    check_own_torch,
     configured_interpreter,
     missing_modules,
     set_interpreters,
@@ -61,6 +62,7 @@ def validate_config(config: RunConfig) -> None:
         PlanError: the site file is missing or malformed.
         MissingPackageError: a component needs a package that is not installed.
     """
+    check_own_torch()
     run = load_components(config)
     reject_unused_keys(create_algorithm(config), config.algorithm.name)
     cluster = validate(ClusterConfig, config.cluster, "cluster")

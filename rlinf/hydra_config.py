@@ -10,6 +10,17 @@ from typing import Any
 from rlinf import package_paths
 from rlinf.errors import ConfigError, did_you_mean
 
+MISSING_VALUES = {
+    "model.path": (
+        "FOLDER",
+        "; FOLDER is a local checkpoint in the Hugging Face format, with config.json, tokenizer "
+        "and *.safetensors",
+    ),
+    "task.train": ("FILE", "; FILE has one training problem per line (docs/howto/data.md)"),
+    "task.test": ("FILE", "; FILE has one test problem per line (docs/howto/data.md)"),
+}
+"""Placeholder and explanation of keys that have no default, for the error if they are missing."""
+
 
 def to_config_error(error: Exception) -> ConfigError:
     """Return the error to show for an error of Hydra or OmegaConf in composing a configuration."""
@@ -26,7 +37,8 @@ def to_config_error(error: Exception) -> ConfigError:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     key = getattr(cause, "full_key", None)
     if isinstance(cause, MissingMandatoryValue) and key:
-        return ConfigError(f"{key}: must be given; add {key}=... to the command line")
+        value, meaning = MISSING_VALUES.get(key, ("...", ""))
+        return ConfigError(f"{key}: must be given; add {key}={value} to the command line{meaning}")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(line for line in lines if not line.startswith(("See http", "object_type")))
     override = getattr(error, "override", None)

@@ -6,9 +6,12 @@ names to paths (``interpreters``); otherwise ``make env NAME=...`` has created t
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +23,11 @@ INTERPRETERS_VARIABLE = "RLINF_INTERPRETERS"
 ENVIRONMENTS_VARIABLE = "RLINF_ENVS"
 """Environment variable with the folder of environments; ``~/.cache/rlinf/envs`` by default."""
 PROBE_TIMEOUT_S = 120.0
+MIN_TORCH = (2, 13)
+"""Oldest torch with which stages run. Before it, sharded tensors crash in threads, in which pools
+compute their stages."""
+ANY_TORCH_VARIABLE = "RLINF_ANY_TORCH"
+"""If this environment variable is set, older versions of torch are accepted."""
 STAGE_PACKAGES = (
     "torch",
     "numpy",
@@ -82,9 +90,44 @@ def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:
     Raises:
         ConfigError: the interpreter does not exist or run, or lacks a module.
     """
-    if missing := missing_modules(name, key, modules):
-        path = resolve_interpreter(name, key)
+    missing, torch_version = _probe_interpreter(name, key, modules)
+    path = resolve_interpreter(name, key)
+    if missing:
         raise ConfigError(f"{key}: {path} lacks the package {missing[0]}; install it there")
+    if torch_version is not None and "torch" in modules:
+        check_torch_version(torch_version, f"{key}: {path}")
+
+
+def check_torch_version(version: str, where: str) -> None:
+    """Check that a version of torch is :data:`MIN_TORCH` or newer.
+
+    Args:
+        where: the interpreter that has it, for the error message.
+
+    Raises:
+        ConfigError: it is older, and :data:`ANY_TORCH_VARIABLE` is not set.
+    """
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < MIN_TORCH and not os.environ.get(ANY_TORCH_VARIABLE):
+        needed = ".".join(map(str, MIN_TORCH))
+        raise ConfigError(
+            f"{where} has torch {version}, but stages need {needed} or newer: before it, sharded "
+            f"models crash in pools. Install torch {needed}, or set {ANY_TORCH_VARIABLE}=1 to try "
+            "this version"
+        )
+
+
+def check_own_torch() -> None:
+    """Check torch's version in this interpreter, without importing torch.
+
+    Raises:
+        ConfigError: torch is missing or too old.
+    """
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"{sys.executable} has no torch; install rlinf there") from None
+    check_torch_version(version, sys.executable)
 
 
 def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
@@ -93,10 +136,19 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the interpreter does not exist, or does not run.
     """
+    return _probe_interpreter(name, key, modules)[0]
+
+
+def _probe_interpreter(name: str, key: str, modules: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the modules that an interpreter does not have, and its version of torch (None: it has
+    no torch)."""
     path = resolve_interpreter(name, key)
     program = (
-        "import importlib.util as u, sys; "
-        "print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
+        "import importlib.util as u, json, sys\n"
+        "from importlib import metadata as m\n"
+        "missing = [n for n in sys.argv[1:] if u.find_spec(n) is None]\n"
+        "torch = [d.version for d in m.distributions(name='torch')]\n"
+        "print(json.dumps([missing, torch[0] if torch else None]))"
     )
     try:
         probe = subprocess.run(
@@ -115,4 +167,5 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
             reason = str(error)
         message = f"{key}: {path} does not run as a Python interpreter ({reason})"
         raise ConfigError(message) from None
-    return probe.stdout.split()
+    missing, torch_version = json.loads(probe.stdout)
+    return missing, torch_version

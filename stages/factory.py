@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from rlinf.device_memory import GIB, DeviceMemoryManager, Offloadable
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment
 from rlinf.errors import ArtifactError
-from rlinf.models.base import local_device
+from rlinf.models.base import default_dtype, local_device
 from rlinf.rewards.base import Reward, RewardResources
 from rlinf.trainers.base import Trainer
 from stages.context import StageContext
@@ -30,6 +31,7 @@ from stages.layout import REWARD_CACHE_FOLDER, stage_folder
 from stages.live_store import evict_oldest
 from stages.worker_state import LoadedActor, LoadedTrainer
 
+log = logging.getLogger("rlinf")
 WEIGHTS_POLL_S = 0.05
 """Minimum seconds between two searches for newer weights during a rollout."""
 MAX_PUBLISHED_STATES = 4
@@ -82,6 +84,35 @@ def engine_max_batch(config: RunConfig) -> int | None:
     cls, options = component_class(config, "engine")
     max_batch: int | None = cls.max_batch(options)
     return max_batch
+
+
+def default_dtype_of(config: RunConfig, device: str) -> str | None:
+    """Return the data type in which the policy computes on a device of this process, if the
+    configuration does not set it; see :func:`rlinf.models.base.default_dtype`.
+
+    Args:
+        device: name of the device in the configuration.
+    """
+    cls, options = policy_class(config)
+    return default_dtype(cls.provides, getattr(options, "path", None), local_device(device))
+
+
+def with_default_dtype(config: RunConfig, section: str, options: Any, key: str) -> Any:
+    """Return the options of an engine or trainer with the default data type on its device, if the
+    configuration does not set it; the log of the stage then names the type.
+
+    Args:
+        section: ``engine`` or ``trainer``.
+        options: the validated options of the section.
+        key: the key of the data type.
+    """
+    if getattr(options, key, "") is not None:
+        return options
+    dtype = default_dtype_of(config, getattr(options, "device", "auto"))
+    if dtype is None:
+        return options
+    log.info("%s.%s: %s, the default for checkpoints on GPUs", section, key, dtype)
+    return options.model_copy(update={key: dtype})
 
 
 def evaluation_suite(config: RunConfig) -> tuple[Any, Any] | None:
@@ -190,6 +221,7 @@ def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = Non
 
         mkl_warmup.warm_up()
         cls, engine_options = component_class(ctx.config, "engine")
+        engine_options = with_default_dtype(ctx.config, "engine", engine_options, "dtype")
         engine: Engine = cls(engine_options, *policy_class(ctx.config))
         engine.log_folder = ctx.run_folder / "logs" / "engine"
         engine.required_context = required_context(ctx.config)
@@ -371,6 +403,8 @@ def create_trainer(
 ) -> Trainer:
     """Create a trainer for the policy in ``folder`` with a fresh optimizer."""
     cls, trainer_options = component_class(ctx.config, "trainer")
+    if getattr(trainer_options, "lora", None) is None or not cls.rounds_frozen_weights:
+        trainer_options = with_default_dtype(ctx.config, "trainer", trainer_options, "param_dtype")
     policy_cls, options = policy_class(ctx.config)
     load = policy_cls.meta_from_folder if loads_sharded(ctx) else policy_cls.load
     trainer: Trainer = cls(

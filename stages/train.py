@@ -23,6 +23,7 @@ from stages.context import StageContext
 from stages.factory import (
     commit_trainer_state,
     create_algorithm,
+    default_dtype_of,
     ensure_on_device,
     get_reward,
     get_trainer,
@@ -185,9 +186,17 @@ MAX_LOGPROB_DIFF, HALF_PRECISION_MAX_LOGPROB_DIFF = 0.02, 0.2
 
 
 def default_max_logprob_diff(config: RunConfig) -> float:
-    """Return the default of the algorithm's ``max_logprob_diff`` for the configured dtypes."""
-    sections = (config.model, config.engine, config.trainer)
-    names = [(s.model_extra or {}).get(key) for s in sections for key in ("dtype", "param_dtype")]
+    """Return the default of the algorithm's ``max_logprob_diff`` for the dtypes of model, engine
+    and trainer."""
+    model, engine, trainer = (
+        section.model_extra or {} for section in (config.model, config.engine, config.trainer)
+    )
+    default = default_dtype_of(config, trainer.get("device", "auto"))
+    names = {
+        model.get("dtype"),
+        engine.get("dtype") or default,
+        trainer.get("param_dtype") or default,
+    }
     return (
         MAX_LOGPROB_DIFF
         if {"bfloat16", "float16"}.isdisjoint(names)

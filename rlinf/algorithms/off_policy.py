@@ -121,7 +121,7 @@ class OffPolicyAlgorithm(Algorithm):
                 "would mix both; set reward=environment (reward.scale multiplies both), or leave "
                 "algorithm.offline_data out"
             )
-        dtype = getattr(run.options["trainer"], "param_dtype", "float32")
+        dtype = getattr(run.options["trainer"], "param_dtype", None) or "float32"
         if dtype != "float32":
             raise ConfigError(
                 f"trainer.param_dtype: the critics of {run.config.algorithm.name!r} compute in "

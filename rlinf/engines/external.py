@@ -42,7 +42,8 @@ class ExternalConfig(Section):
     """CPU threads of the decoding process."""
     device: DeviceName = "auto"
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the weights for generation; null: ``model.dtype``."""
+    """Type of the weights for generation; null: ``bfloat16`` for a checkpoint (``model.path``) on a
+    GPU, else ``model.dtype``."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Memory of the KV cache on each GPU, GiB; null: as much as ``max_num_seqs`` samples of the
     longest context need, at most 40 % of the GPU's memory (on CPUs at most 1 GiB), and at least as

@@ -57,8 +57,9 @@ class TransformersConfig(Section):
     """Python interpreter of the stages that use the engine; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the weights for generation and weight sync; null: ``model.dtype``. The trainer and
-    the inference stage use ``model.dtype``."""
+    """Type of the weights for generation and weight sync; null: ``bfloat16`` for a checkpoint
+    (``model.path``) on a GPU, else ``model.dtype``. The trainer and the inference stage do not use
+    it."""
     cuda_graphs: bool = True
     """On a GPU, replay the decoding step as a CUDA graph; for the architectures ``llama``,
     ``qwen2`` and ``qwen3``. It needs memory for one more step."""

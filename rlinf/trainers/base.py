@@ -74,6 +74,8 @@ class Trainer(ModelHolder, ABC):
     """Whether gradients of the parts of a batch can be accumulated one by one."""
     can_load_weights: ClassVar[bool] = True
     """Whether :meth:`load_weights` works. If false, other weights need a new trainer."""
+    rounds_frozen_weights: ClassVar[bool] = False
+    """Whether the trainer keeps frozen weights beside adapters in the data type of its passes."""
     supports_batches: ClassVar[bool] = False
     """Whether :meth:`accumulate_batch` works."""
     policy: Policy

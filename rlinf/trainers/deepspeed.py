@@ -280,7 +280,7 @@ def _check_options(config: DeepSpeedConfig) -> None:
         )
     if config.lora is not None and config.zero_stage == 3:
         raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA_MESSAGE}")
-    if config.lora is not None and config.param_dtype != "float32":
+    if config.lora is not None and config.compute_dtype != "float32":
         raise ConfigError(
             "trainer.param_dtype: DeepSpeed rounds the frozen weights beside adapters and keeps "
             "no float32 copy; set trainer.param_dtype=float32, or choose trainer=fsdp"
@@ -312,6 +312,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     """Trainer that wraps a policy's module in a DeepSpeed engine (not an inference engine)."""
 
     Config = DeepSpeedConfig
+    rounds_frozen_weights = True
     config: DeepSpeedConfig
 
     @classmethod
@@ -384,7 +385,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         deepspeed.init_distributed(
             torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
         )
-        dtype = self.config.param_dtype
+        dtype = self.config.compute_dtype
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         # DeepSpeed accepts only even sizes.
         count = sum(p.numel() for p in self.policy.module.parameters())

@@ -70,7 +70,7 @@ class FSDPTrainer(MinibatchTrainer):
         """The module as FSDP has wrapped it; None: FSDP is not used."""
         device_type = self.device.type
         # One process uses FSDP too if it needs mixed precision.
-        uses_fsdp = world.size > 1 or config.param_dtype != "float32"
+        uses_fsdp = world.size > 1 or config.compute_dtype != "float32"
         if uses_fsdp:
             world.init_process_group(device_type)
             self._shard(policy)
@@ -230,7 +230,7 @@ class FSDPTrainer(MinibatchTrainer):
             mesh,
             self.device,
             MixedPrecisionPolicy(
-                param_dtype=getattr(torch, self.config.param_dtype),
+                param_dtype=getattr(torch, self.config.compute_dtype),
                 reduce_dtype=getattr(torch, self.config.reduce_dtype),
             ),
             wrap_min_bytes=self.config.fsdp_wrap_min_mb << 20,

@@ -80,9 +80,10 @@ class MinibatchTrainerConfig(Section):
     python: str | None = None
     """Interpreter of the stages that compute with this trainer; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
-    param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    param_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of parameters in forward and backward passes. The optimizer's weights keep their
-    own type."""
+    own type. null: ``bfloat16`` for a language model from a checkpoint (``model.path``) on a GPU,
+    else ``float32``."""
     initial_loss_scale: float = Field(default=65536.0, ge=1)
     """Initial loss scale of float16, a power of two; see :mod:`rlinf.trainers.optimizer`."""
     loss_scale_window: int = Field(default=2000, gt=0)
@@ -92,6 +93,11 @@ class MinibatchTrainerConfig(Section):
     This needs less memory and a third more computation."""
     lora: LoRAConfig | None = None
     """Train only low-rank adapters."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """``param_dtype``, or ``float32`` if it is not set. Stages set it."""
+        return self.param_dtype or "float32"
 
 
 class MinibatchTrainer(OffloadableTensors, Trainer):
@@ -136,7 +142,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         use_device(self.device)
         self._is_packed = policy.supports_packing if config.packing is None else config.packing
         if self._is_packed:
-            policy.enable_packing(self.device, getattr(torch, config.param_dtype))
+            policy.enable_packing(self.device, getattr(torch, config.compute_dtype))
         self._loss_scaler = LossScaler()
         if config.param_dtype == "float16":
             self._loss_scaler = LossScaler(config.initial_loss_scale, config.loss_scale_window)

@@ -21,7 +21,14 @@ from pipeline.resources import stage_interpreter
 from rlinf import api
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError
-from rlinf.interpreters import INTERPRETERS_VARIABLE, missing_modules, resolve_interpreter
+from rlinf.interpreters import (
+    ANY_TORCH_VARIABLE,
+    INTERPRETERS_VARIABLE,
+    check_interpreter,
+    check_torch_version,
+    missing_modules,
+    resolve_interpreter,
+)
 from slurm.jobs import JobResources, JobState
 from stages.flow import on_policy
 from tests.environments import need_environment
@@ -183,3 +190,37 @@ def test_a_table_of_interpreters_that_is_none_is_named(monkeypatch: pytest.Monke
     ) as values:
         missing_modules("/bin/cat", "engine.python", ["torch"])
     assert "find_spec" not in str(values.value), "not the program that was tried"
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "1.13.1"])
+def test_a_torch_that_is_too_old_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"the driver has torch .* need 2\.13 or newer"):
+        check_torch_version(version, "the driver")
+    monkeypatch.setenv(ANY_TORCH_VARIABLE, "1")
+    check_torch_version(version, "the driver")
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.13.1", "2.20.0", "3.0"])
+def test_a_newer_torch_is_accepted(version: str) -> None:
+    check_torch_version(version, "the driver")
+
+
+def test_the_torch_of_another_interpreter_is_checked_too(python: str, tmp_path: Path) -> None:
+    check_interpreter(python, "trainer.python", ["torch"])
+    site = next(Path(python).parents[1].glob("lib/python*")) / "site-packages"
+    old = site / "torch-2.11.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
+    with pytest.raises(ConfigError, match=r"trainer\.python: .* has torch 2\.11\.0"):
+        check_interpreter(python, "trainer.python", ["torch"])
+    check_interpreter(python, "task.python", ["numpy"])
+
+
+def test_a_run_does_not_start_with_an_old_torch(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    values = compose()
+    with pytest.raises(ConfigError, match=r"has torch 2\.11\.0, but stages need 2\.13"):
+        run_experiment(values)
+    assert not (Path(values["run"]["root"]) / values["run"]["name"]).exists()

@@ -99,9 +99,10 @@ def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
         parts = pool_resources(plan, number)
         assert [needs.partition for needs in parts] == list(pool.devices)
         if len(parts) == 1:
-            (kind,) = pool.devices
-            assert (parts[0].gpu_type or "cpu") == kind
-            assert parts[0].gpus == (kind != "cpu")
+            ((kind, count),) = pool.devices.items()
+            assert parts[0].gpu_type in (None, kind)
+            per_job = 1 if pool.workers else count
+            assert parts[0].nodes * parts[0].gpus == (0 if kind == "cpu" else per_job)
 
 
 @pytest.mark.parametrize("expected", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])

@@ -15,8 +15,10 @@ from pipeline.graph import Graph, StageNode
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
 from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.config import RunConfig, validate
 from stages.context import StageContext, StageInput
 from stages.factory import (
+    component_class,
     ensure_on_device,
     get_actor,
     get_device_memory,
@@ -24,6 +26,7 @@ from stages.factory import (
     get_reference,
     get_trainer,
     mark_published,
+    with_default_dtype,
 )
 from stages.live_store import LiveStore
 from stages.worker_state import WorkerState
@@ -139,3 +142,30 @@ def test_before_any_training_one_load_serves_both(run: Run) -> None:
     policy = get_actor(context(run, resident, initial=first, weights=first))
     assert get_trainer(context(run, resident, initial=first)) is policy
     assert get_actor(context(run, resident, initial=first, weights=first)) is policy
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("seed=1", ("bfloat16", "bfloat16")),
+        ("++engine.dtype=float32", ("float32", "bfloat16")),
+        ("++trainer.param_dtype=float16", ("bfloat16", "float16")),
+        ("engine=vllm", ("bfloat16", "bfloat16")),
+    ],
+)
+def test_a_checkpoint_is_computed_in_bfloat16_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, word: str, expected: tuple[str, str]
+) -> None:
+    """A key that is set is obeyed. On a CPU nothing is changed."""
+    words = ["experiment=jsonl_grpo", "model.path=model", "task.test=test.jsonl", word]
+    config = validate(RunConfig, compose(words))
+    sections = (("engine", "dtype"), ("trainer", "param_dtype"))
+    for section, key in sections:
+        options = component_class(config, section)[1]
+        assert with_default_dtype(config, section, options, key) == options
+    monkeypatch.setattr("stages.factory.local_device", lambda name: torch.device("cuda", 0))
+    got = [
+        getattr(with_default_dtype(config, section, component_class(config, section)[1], key), key)
+        for section, key in sections
+    ]
+    assert tuple(got) == expected

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.commands.experiment import run_experiment
 from pipeline.metrics import read_metrics, stage_manifest
@@ -43,6 +44,22 @@ def test_each_step_is_as_far_behind_as_the_weights_that_chose_it() -> None:
 )
 def test_half_precision_may_differ_more(compose: Compose, override: str, limit: float) -> None:
     assert default_max_logprob_diff(validate(RunConfig, compose(override))) == limit
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["model.path=model"], 0.2),
+        (["model.path=model", "engine.dtype=float32"], 0.2),
+        (["model.path=model", "engine.dtype=float32", "trainer.param_dtype=float32"], 0.02),
+        ([], 0.02),
+    ],
+)
+def test_defaults_on_a_gpu_count_as_half_precision(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: float
+) -> None:
+    monkeypatch.setattr("stages.factory.local_device", lambda name: torch.device("cuda", 0))
+    assert default_max_logprob_diff(validate(RunConfig, compose(*words))) == limit
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,15 +1,16 @@
 """A profile from data sheets and the model's shape, for plans before any measurement.
 
 Data sheets give upper limits. Programs reach only a share of each limit, which is assumed from
-published runs. The model is divided over data-parallel processes only. The profile has the same
-form as a measured profile, but is marked as ``estimated``, so that the planner gives it wide
-intervals.
+published runs. Trainers divide the model over data-parallel processes only, engines also by tensor
+parallelism. The profile has the same form as a measured profile, but is marked as ``estimated``, so
+that the planner gives it wide intervals.
 
 Sources: for collectives Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
 communication operations in MPICH", and nccl-tests (PERFORMANCE.md); for ZeRO Rajbhandari et al.
 2020 (arXiv 1910.02054); for activations Korthikanti et al. 2022 (arXiv 2205.05198, section 4); for
-memory-bound decoding Pope et al. 2022 (arXiv 2211.05102); for the paged KV cache Kwon et al. 2023
-(arXiv 2309.06180). A group of one process takes no time.
+memory-bound decoding Pope et al. 2022 (arXiv 2211.05102); for tensor parallelism Shoeybi et al.
+2019 (arXiv 1909.08053); for the paged KV cache Kwon et al. 2023 (arXiv 2309.06180). A group of one
+process takes no time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.plan import Plan
 from pipeline.planning.cost.model_shape import FLOAT32, ModelShape, Recompute, from_hf_config
 from pipeline.planning.profile.device_kinds import list_kinds, node_group_of_kind
 from pipeline.planning.profile.schema import (
@@ -91,6 +93,8 @@ FLOAT32_SHARE = 1 / 16
 67 of 989 on the H100 (NVIDIA data sheets)."""
 PREFILL_TOKENS = 8192
 """Maximum tokens of an engine's prefill chunk (close to vLLM's default)."""
+TENSOR_PARALLEL_SIZES, MAX_HINT_GPUS = (2, 4, 8), 1024
+"""Degrees of tensor parallelism, and the maximum number of GPUs, that errors suggest."""
 LENGTH_POINTS = 48
 """Number of decoding steps at which the distribution of response lengths is evaluated."""
 READ_BYTES_PER_S = 1e9
@@ -109,21 +113,22 @@ class LinkModel:
     bytes_per_s: float
     """1 / beta: bandwidth of one process in one direction."""
 
-    def all_gather_s(self, processes: int, size: float) -> float:
+    def all_gather_s(self, processes: int, size: Any) -> Any:
         """Return ``(p - 1) alpha + (p - 1) / p n beta`` (ring), if the result on each process has
         ``size`` bytes. A reduce-scatter of ``size`` bytes takes as long."""
         others = processes - 1
         return others * self.latency_s + others / processes * size / self.bytes_per_s
 
-    def all_reduce_s(self, processes: int, size: float) -> float:
-        """Return the seconds to sum ``size`` bytes over all processes: the faster of ring and tree.
+    def all_reduce_s(self, processes: int, size: Any) -> Any:
+        """Return the seconds to sum ``size`` bytes (a number or an array) over all processes: the
+        faster of ring and tree.
 
         Ring: ``2 (p - 1) alpha + 2 (p - 1) / p n beta``, a reduce-scatter and an all-gather. Tree:
         ``2 log2(p) alpha + 2 n beta``, up and down two binary trees with half of the data each.
         """
         depth = math.ceil(math.log2(processes))
         tree_s = 2 * depth * self.latency_s + 2 * size / self.bytes_per_s
-        return min(2 * self.all_gather_s(processes, size), tree_s)
+        return np.minimum(2 * self.all_gather_s(processes, size), tree_s)
 
 
 @dataclass(frozen=True)
@@ -275,6 +280,9 @@ class TrainingWorkload:
     """ZeRO stage: processes shard nothing (0), optimizer states (1), also gradients (2), also
     weights (3, FSDP)."""
     state: StateBytes = TRAINER_STATE
+    gathered_bytes: float | None = None
+    """Bytes per parameter of weights that are gathered for a pass: of the type in which the trainer
+    computes (``param_dtype``). None: as many as those of the sharded weights."""
     copies: int = 1
     """Number of complete copies of the states (hybrid sharding); the processes are divided equally,
     and each part shards one copy."""
@@ -287,22 +295,17 @@ class TrainingWorkload:
         return max(1, processes // self.copies)
 
     def memory_bytes(self, shape: ModelShape, processes: int) -> float:
-        """Return the bytes per GPU.
+        """Return the bytes per GPU."""
+        return sum(self.memory_parts(shape, processes).values())
 
-        With ZeRO 3, two layers are unsharded: the current one, and the prefetched next one. Of
-        offloaded optimizer states, those of the embedding stay on the GPU unless the limit is 0.
+    def memory_parts(self, shape: ModelShape, processes: int) -> dict[str, float]:
+        """Return the bytes per GPU by purpose.
+
+        Of offloaded optimizer states, those of the embedding stay on the GPU unless the limit is 0.
         """
         shards, state = self.shards(processes), self.state
-
-        def state_bytes(bytes_per_parameter: float, min_zero: int) -> float:
-            return bytes_per_parameter * shape.parameters / (shards if self.zero >= min_zero else 1)
-
-        total = state_bytes(state.weights, 3) + state_bytes(state.gradients, 2)
-        if self.zero == 3 and shards > 1:
-            total += (
-                2 * state.weights * float((shape.shared_parameters + shape.expert_parameters).max())
-            )
-        optimizer = state_bytes(state.optimizer, 1)
+        gradients = state.gradients * shape.parameters / (shards if self.zero >= 2 else 1)
+        optimizer = state.optimizer * shape.parameters / (shards if self.zero >= 1 else 1)
         if (limit := self.optimizer_limit_bytes) is not None:
             min_on_device = state.optimizer * shape.embedding_parameters / shards * (limit > 0)
             optimizer = min(optimizer, max(limit, min_on_device))
@@ -316,7 +319,34 @@ class TrainingWorkload:
         else:
             bytes_per_token += float(layer_bytes.sum())
         tokens = self.micro_batch * max(self.longest, self.tokens)
-        return total + optimizer + bytes_per_token * tokens
+        return {
+            "weights": self.weight_bytes(shape, processes),
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "activations": bytes_per_token * tokens,
+        }
+
+    def weight_bytes(self, shape: ModelShape, processes: int) -> float:
+        """Return the bytes of the weights per GPU. With ZeRO 3, two layers are unsharded: the
+        current one, and the prefetched next one."""
+        shards = self.shards(processes) if self.zero == 3 else 1
+        sharded = self.state.weights * shape.parameters / shards
+        if shards == 1:
+            return sharded
+        largest_layer = float((shape.shared_parameters + shape.expert_parameters).max())
+        return sharded + 2 * self._gathered_bytes * largest_layer
+
+    def gather_s(self, shape: ModelShape, processes: int, device: GpuDevice) -> float:
+        """Return the seconds to gather all sharded weights once; 0 unless they are sharded."""
+        if self.zero < 3:
+            return 0.0
+        shards = self.shards(processes)
+        size = self._gathered_bytes * shape.parameters
+        return float(device.group_link(shards).all_gather_s(shards, size))
+
+    @property
+    def _gathered_bytes(self) -> float:
+        return self.state.weights if self.gathered_bytes is None else self.gathered_bytes
 
     def seconds(self, shape: ModelShape, processes: int, device: GpuDevice) -> float:
         """Return the seconds of one iteration: passes, gradients, and optimizer. A backward pass
@@ -334,9 +364,8 @@ class TrainingWorkload:
         else:
             # Each micro-batch gathers weights twice, and reduce-scatters gradients. With hybrid
             # sharding it also all-reduces shards of gradients over the copies of the states.
-            link = device.group_link(shards)
-            sync_s = 2 * link.all_gather_s(shards, state.weights * shape.parameters)
-            sync_s += link.all_gather_s(shards, gradient_bytes)
+            sync_s = 2 * self.gather_s(shape, processes, device)
+            sync_s += device.group_link(shards).all_gather_s(shards, gradient_bytes)
             link = device.group_link(self.copies, shards)
             sync_s += link.all_reduce_s(self.copies, gradient_bytes / shards)
             sync_s *= micro_batches
@@ -358,18 +387,31 @@ class InferenceWorkload:
     tokens: int
     longest: int = 0
     micro_batch: int = 1
+    sharding: TrainingWorkload | None = None
+    """The training whose sharded weights are used; None: each process has all weights."""
 
     def memory_bytes(self, shape: ModelShape, processes: int) -> float:
-        """Return the bytes per GPU: the weights, and one layer's activations or the logits."""
+        """Return the bytes per GPU."""
+        return sum(self.memory_parts(shape, processes).values())
+
+    def memory_parts(self, shape: ModelShape, processes: int) -> dict[str, float]:
+        """Return the bytes per GPU by purpose; activations are those of one layer, or the
+        logits."""
         bytes_per_token = max(float(shape.activation_bytes().max()), shape.head_activation_bytes)
         tokens = self.micro_batch * max(self.longest, self.tokens)
-        return shape.dtype_bytes * shape.parameters + bytes_per_token * tokens
+        weights = float(shape.dtype_bytes * shape.parameters)
+        if self.sharding is not None:
+            weights = self.sharding.weight_bytes(shape, processes)
+        return {"weights": weights, "activations": bytes_per_token * tokens}
 
     def seconds(self, shape: ModelShape, processes: int, device: GpuDevice) -> float:
         """Return the seconds of one iteration."""
         micro_batches = -(-self.samples // (processes * self.micro_batch))
         tokens = self.micro_batch * self.tokens
-        return micro_batches * _passes_s(shape, tokens, self.tokens, device, 1, 0)
+        seconds = _passes_s(shape, tokens, self.tokens, device, 1, 0)
+        if self.sharding is not None:
+            seconds += self.sharding.gather_s(shape, processes, device)
+        return micro_batches * seconds
 
 
 def _passes_s(
@@ -409,17 +451,34 @@ class GenerationWorkload:
     """Responses per prompt, which share the prompt's KV cache."""
     max_running: int = 256
     """Maximum number of concurrent requests of an engine."""
+    tensor_parallel: int = 1
+    """Processes that share each matrix and each key-value head, and so form one engine."""
 
     def memory_bytes(self, shape: ModelShape, processes: int) -> float:
-        """Return the minimum bytes per GPU: the KV cache of only one request, of maximum length.
-        The remaining memory determines the number of running requests."""
-        longest = self.prompt_tokens + float(self.lengths.max())
-        return self._fixed_bytes(shape) + longest * kv_bytes_per_token(shape)
+        """Return the minimum bytes per GPU."""
+        return sum(self.memory_parts(shape, processes).values())
 
-    def _fixed_bytes(self, shape: ModelShape) -> float:
+    def memory_parts(self, shape: ModelShape, processes: int) -> dict[str, float]:
+        """Return the minimum bytes per GPU by purpose: the KV cache is that of only one request, of
+        maximum length. The remaining memory determines the number of running requests."""
+        longest = self.prompt_tokens + float(self.lengths.max())
+        return {**self._fixed_parts(shape), "KV cache": longest * self._kv_bytes(shape)}
+
+    def cache_bytes(self, shape: ModelShape, device: GpuDevice) -> float:
+        """Return the bytes of the KV cache per GPU, of all requests that run concurrently."""
+        return self.running_requests(shape, device) * self.mean_context * self._kv_bytes(shape)
+
+    def _fixed_parts(self, shape: ModelShape) -> dict[str, float]:
         activation_bytes = float(shape.activation_bytes().max()) * PREFILL_TOKENS
         logits_bytes = FLOAT32 * shape.vocab * self.max_running
-        return shape.dtype_bytes * shape.parameters + activation_bytes + logits_bytes
+        return {
+            "weights": shape.dtype_bytes * shape.parameters / self.tensor_parallel,
+            "activations": activation_bytes + logits_bytes,
+        }
+
+    def _kv_bytes(self, shape: ModelShape) -> float:
+        """Return the KV cache bytes of a token on each GPU."""
+        return kv_bytes_per_token(shape) / min(self.tensor_parallel, shape.kv_heads)
 
     @property
     def mean_context(self) -> float:
@@ -435,8 +494,8 @@ class GenerationWorkload:
         request of maximum length does not fit."""
         if self.memory_bytes(shape, 1) > device.usable_bytes:
             return 0
-        free_bytes = device.usable_bytes - self._fixed_bytes(shape)
-        bytes_per_request = self.mean_context * kv_bytes_per_token(shape)
+        free_bytes = device.usable_bytes - sum(self._fixed_parts(shape).values())
+        bytes_per_request = self.mean_context * self._kv_bytes(shape)
         return int(np.clip(free_bytes // bytes_per_request, 1, self.max_running))
 
     def seconds(self, shape: ModelShape, processes: int, device: GpuDevice) -> float:
@@ -451,10 +510,10 @@ class GenerationWorkload:
         ``E[(L - t)+^2] / (2 E[(L - t)+])`` tokens when the queue became empty, on average. The
         phase with a full engine has ``(R E[L] - C E[residual]) / C`` steps.
         """
-        capacity = self.running_requests(shape, device)
-        if not capacity:
+        capacity, tensor_parallel = self.running_requests(shape, device), self.tensor_parallel
+        if not capacity or processes < tensor_parallel:
             return math.inf
-        requests = math.ceil(self.samples / processes)
+        requests = math.ceil(self.samples / (processes // tensor_parallel))
         running, is_full = min(capacity, requests), capacity < requests
         lengths = np.sort(self.lengths)
         mean_length = float(lengths.mean())
@@ -470,7 +529,7 @@ class GenerationWorkload:
         if is_full:
             probability = (expected_excess[1:] + expected_excess[:-1]) / 2 / mean_length
             full_steps = requests * mean_length / running - float((probability * widths).sum())
-            step_s = decode_step_s(shape, running, self.mean_context, device)
+            step_s = decode_step_s(shape, running, self.mean_context, device, tensor_parallel)
             full_s = max(0.0, full_steps) * float(step_s)
             excess = np.maximum(lengths[None] - midpoints[:, None], 0.0)
             context += (excess**2).mean(1) / (2 * np.maximum(excess.mean(1), 1e-300))
@@ -480,12 +539,14 @@ class GenerationWorkload:
         any_running = 1 - (1 - probability) ** running
         mean_running = running * probability / np.maximum(any_running, 1e-300)
         num_running = np.where(any_running > 0, mean_running, 1.0)
-        tail_s = widths * any_running * decode_step_s(shape, num_running, context, device)
+        step_s = decode_step_s(shape, num_running, context, device, tensor_parallel)
+        tail_s = widths * any_running * step_s
         # Prompts are processed in chunks so large that compute is the limit; only the last token of
         # each prompt needs logits.
         prompt_tokens = math.ceil(requests / self.group_size) * self.prompt_tokens
         flops = shape.forward_flops(self.prompt_tokens / 2) - shape.head_flops
-        prefill_s = device.roofline_s(prompt_tokens * flops, 0.0)
+        prefill_s = device.roofline_s(prompt_tokens * flops / tensor_parallel, 0.0)
+        prefill_s += _tensor_parallel_s(shape, prompt_tokens, device, tensor_parallel)
         return float(prefill_s + full_s + tail_s.sum())
 
 
@@ -497,9 +558,20 @@ def kv_bytes_per_token(shape: ModelShape) -> float:
     return 2.0 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype_bytes
 
 
-def decode_step_s(shape: ModelShape, running: Any, context: Any, device: GpuDevice) -> Any:
+def _tensor_parallel_s(shape: ModelShape, tokens: Any, device: GpuDevice, processes: int) -> Any:
+    """Return the seconds of tensor parallelism in a forward pass over ``tokens`` tokens: after
+    attention and after the feed-forward layer, hidden states are summed over the processes."""
+    link = device.group_link(processes)
+    return (
+        2 * shape.layers * link.all_reduce_s(processes, tokens * shape.hidden * shape.dtype_bytes)
+    )
+
+
+def decode_step_s(
+    shape: ModelShape, running: Any, context: Any, device: GpuDevice, tensor_parallel: int = 1
+) -> Any:
     """Return the seconds to decode one token of ``running`` requests with ``context`` tokens each
-    (numbers or arrays).
+    (numbers or arrays), on ``tensor_parallel`` processes that share each matrix.
 
     All used weights and the whole KV cache are read once. Of ``E`` routed experts, ``running``
     tokens with ``k`` experts each use ``E (1 - (1 - k / E)^running)`` on average.
@@ -513,19 +585,27 @@ def decode_step_s(shape: ModelShape, running: Any, context: Any, device: GpuDevi
     cache_bytes = running * context * kv_bytes_per_token(shape)
     score_flops = running * shape.layers * shape.score_flops(context)
     # Attention depends on one matmul and precedes the next, so their times add up.
-    matmul_s = device.roofline_s(running * shape.forward_flops(0.0), weight_bytes)
-    attention_s = device.roofline_s(score_flops, cache_bytes)
-    return matmul_s + attention_s + shape.layers * device.layer_overhead_s
+    matmul_flops = running * shape.forward_flops(0.0)
+    matmul_s = device.roofline_s(matmul_flops / tensor_parallel, weight_bytes / tensor_parallel)
+    head_groups = min(tensor_parallel, shape.kv_heads)
+    attention_s = device.roofline_s(score_flops / tensor_parallel, cache_bytes / head_groups)
+    sums_s = _tensor_parallel_s(shape, running, device, tensor_parallel)
+    return matmul_s + attention_s + sums_s + shape.layers * device.layer_overhead_s
 
 
-def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) -> Profile:
+def estimate_profile(
+    config: RunConfig, inventory: Inventory, site: SiteConfig, plan: Plan | None = None
+) -> Profile:
     """Return a profile of all kinds of GPUs with known data sheets.
+
+    Args:
+        plan: the plan whose tensor-parallel layout the engine has; None: it has none.
 
     Raises:
         PlanError: no kind has a known data sheet, or the formulas do not support the model.
         DataError: the config.json of the model cannot be used.
     """
-    run = _RunWork.of(config)
+    run = _RunWork.of(config, plan)
     kinds: dict[str, KindProfile] = {}
     reason = "there are no GPUs"
     for name, kind in list_kinds(inventory, site).items():
@@ -564,6 +644,23 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
     )
 
 
+def stage_memory_parts(
+    config: RunConfig, stage: str, device: GpuDevice, processes: int, plan: Plan | None = None
+) -> dict[str, float]:
+    """Return the bytes per GPU of a stage by purpose: weights, activations, ...; the KV cache of an
+    engine is that of all requests that run concurrently.
+
+    Raises:
+        PlanError, DataError: as :func:`estimate_profile`.
+    """
+    run = _RunWork.of(config, plan)
+    work, shape = run.workload(stage, run.generation.samples)
+    parts = work.memory_parts(shape, processes)
+    if isinstance(work, GenerationWorkload):
+        parts["KV cache"] = work.cache_bytes(shape, device)
+    return parts
+
+
 @dataclass(frozen=True)
 class _RunWork:
     """The numbers of a run that determine its stages' times."""
@@ -584,7 +681,7 @@ class _RunWork:
     publish_stage: str
 
     @classmethod
-    def of(cls, config: RunConfig) -> _RunWork:
+    def of(cls, config: RunConfig, plan: Plan | None = None) -> _RunWork:
         policy, options = policy_class(config)
         if LANGUAGE_MODEL not in policy.provides:
             raise PlanError(
@@ -602,7 +699,8 @@ class _RunWork:
         shape = _model_shape(options, spec)
         dtype_sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
         engine_bytes = dtype_sizes.get(str(engine.get("dtype")), shape.dtype_bytes)
-        trainer_bytes = dtype_sizes.get(str(trainer.get("param_dtype", "float32")), 4)
+        default = "bfloat16" if options.path is not None else "float32"  # on GPUs
+        trainer_bytes = dtype_sizes.get(str(trainer.get("param_dtype") or default), 4)
         trainer_shape = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
         samples = rollout.batch_size * rollout.group_size
         lengths = np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64)).astype(np.float64)
@@ -617,6 +715,7 @@ class _RunWork:
                 prompt_tokens,
                 rollout.group_size,
                 engine_max_batch(config) or samples,
+                _tensor_parallel(plan),
             ),
             training=TrainingWorkload(
                 samples,
@@ -627,6 +726,7 @@ class _RunWork:
                 recompute="full" if trainer.get("gradient_checkpointing") else "selective",
                 zero=_zero_stage(trainer_name, trainer),
                 state=_state_bytes(shape, trainer.get("lora")),
+                gathered_bytes=trainer_bytes,
                 copies=int(trainer.get("dp_replicate", 1)) if trainer_name == "fsdp" else 1,
                 optimizer_limit_bytes=_optimizer_limit_bytes(trainer_name, trainer),
             ),
@@ -646,7 +746,15 @@ class _RunWork:
             work = replace(training, samples=max(1, samples // training.steps))
             return work, self.trainer_shape
         size = training.tokens, training.longest, training.micro_batch
-        return InferenceWorkload(samples, *size), self.trainer_shape
+        sharding = training if training.zero == 3 else None
+        return InferenceWorkload(samples, *size, sharding), self.trainer_shape
+
+
+def _tensor_parallel(plan: Plan | None) -> int:
+    """Return the number of processes that share each matrix of the engine in a plan."""
+    if plan is None or plan.flow.rollout_stage is None:
+        return 1
+    return plan.stage_plan(plan.flow.rollout_stage).layout.tp
 
 
 def _zero_stage(trainer: str, settings: Mapping[str, Any]) -> int:
@@ -750,9 +858,16 @@ def _point(
         device = replace(device, flops=device.flops * FLOAT32_SHARE)
     memory_bytes, seconds = work.memory_bytes(shape, count), work.seconds(shape, count, device)
     failure = ""
-    if memory_bytes > device.usable_bytes or not math.isfinite(seconds):
+    if memory_bytes > device.usable_bytes:
         sizes = f"{memory_bytes / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable"
-        failure = f"does not fit: it needs {sizes} ({device.name})"
+        parts = [f"{n} {b / GIB:.1f}" for n, b in work.memory_parts(shape, count).items()]
+        hint = _fitting_hint(work, shape, device)
+        failure = f"does not fit: it needs {sizes} ({device.name}): {', '.join(parts)}; {hint}"
+    elif not math.isfinite(seconds):
+        failure = f"plan.stages.{stage}.layout: tp is larger than the {count} processes"
+    if isinstance(work, GenerationWorkload) and count % work.tensor_parallel:
+        tensor_parallel = work.tensor_parallel
+        failure = f"plan.stages.{stage}.layout: tp={tensor_parallel} does not divide {count} GPUs"
     if stage == run.train_stage and count > 1 and count % run.training.copies:
         copies = run.training.copies
         failure = f"trainer.dp_replicate: {copies} does not divide {count} processes"
@@ -765,6 +880,24 @@ def _point(
         peak_memory_bytes=None if failure else int(memory_bytes),
         failure=failure,
     )
+
+
+def _fitting_hint(work: Workload, shape: ModelShape, device: GpuDevice) -> str:
+    """Return what to change so that a stage fits the memory of a kind of GPU."""
+
+    def fits(work: Workload, processes: int) -> bool:
+        return work.memory_bytes(shape, processes) <= device.usable_bytes
+
+    if isinstance(work, GenerationWorkload):
+        sizes = [n for n in TENSOR_PARALLEL_SIZES if not shape.heads % n]
+        size = next((n for n in sizes if fits(replace(work, tensor_parallel=n), n)), None)
+        if size is None:
+            return "lower rollout.horizon, or choose GPUs with more memory"
+        return f"it fits with tensor parallelism: plan.stages.rollout.layout={{tp: {size}}}"
+    count = next((n for n in range(1, MAX_HINT_GPUS + 1) if fits(work, n)), None)
+    if count is not None:
+        return f"it fits on {count} such GPUs"
+    return "lower trainer.max_tokens_per_microbatch, or set trainer.gradient_checkpointing=true"
 
 
 def _overheads(run: _RunWork, device: GpuDevice) -> Iterator[Overhead]:

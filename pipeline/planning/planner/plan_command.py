@@ -54,12 +54,12 @@ def build_request(
     objective: str = "time",
     execution: Execution | None = "jobs",
     *,
-    is_user_plan: bool = False,
+    user_plan: Plan | None = None,
 ) -> PlanRequest:
     """Collect the planner's input.
 
     Args:
-        is_user_plan: the request assesses a plan that the user wrote.
+        user_plan: the plan that the request assesses, if the user wrote one.
 
     Raises:
         PlanError: a file is missing or wrong, or the profile is of another run.
@@ -78,7 +78,9 @@ def build_request(
         site_config = load_site(site_file) if site_file else SiteConfig()
         inventory = load_or_survey(inventory_file, site_file)
         if profile is None:
-            profile, notes = estimate_profile(config, inventory, site_config), (UNMEASURED_NOTE,)
+            profile = estimate_profile(config, inventory, site_config, user_plan)
+            notes = (UNMEASURED_NOTE,)
+        is_user_plan = user_plan is not None
         devices, device_notes = select_devices(
             inventory, site_config, profile, sources.partitions, is_user_plan=is_user_plan
         )
@@ -129,12 +131,13 @@ def run_plan(
     out: Path,
     objective: str,
     what_ifs: Sequence[str],
-    user_plan: Path | None = None,
+    plan_file: Path | None = None,
     execution: Execution | None = None,
 ) -> None:
     """Run ``rlinf plan``: make, write and print a plan, or forecast and print a user's plan.
 
     Args:
+        plan_file: the file of the user's plan; None: make a plan.
         execution: None: pools, or jobs if these are predicted to be better. A run in one process
             cannot have pools, so its plan has jobs unless an inventory is given.
     """
@@ -144,13 +147,10 @@ def run_plan(
         and not sources.inventory
     ):
         execution = "jobs"
-    request = build_request(
-        config, sources, objective, execution, is_user_plan=user_plan is not None
-    )
+    user_plan = None if plan_file is None else read_plan(plan_file, flow_of(config))
+    request = build_request(config, sources, objective, execution, user_plan=user_plan)
     if user_plan is not None:
-        print_proposal(
-            assess_plan(request, read_plan(user_plan, flow_of(config)), str(user_plan), what_ifs)
-        )
+        print_proposal(assess_plan(request, user_plan, str(plan_file), what_ifs))
         return
     proposal = propose_plan(request, what_ifs)
     # Write the files first, because printing fails if the reader closes the pipe.

@@ -192,7 +192,7 @@ def check_adapters(
                 f"{key}: {target!r} is in one block, but every stage of a pipeline needs "
                 f"adapters; name it without the block: {projection}"
             )
-    if config.param_dtype not in ("float32", dtype):
+    if config.compute_dtype not in ("float32", dtype):
         raise ConfigError(
             "trainer.param_dtype: trainer=megatron rounds the frozen weights beside adapters to "
             "this type; set it to float32, or it and model.dtype to bfloat16"

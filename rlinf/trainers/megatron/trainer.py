@@ -66,6 +66,7 @@ class MegatronTrainer(MinibatchTrainer):
     """Trainer with this process's part of Megatron's model, and its optimizer."""
 
     Config = MegatronConfig
+    rounds_frozen_weights = True
     config: MegatronConfig
     parallel_dims: ClassVar[frozenset[str]] = frozenset({"tp", "pp", "cp", "ep"})
 
@@ -162,7 +163,7 @@ class MegatronTrainer(MinibatchTrainer):
     def _options(self, network: Any) -> dict[str, Any]:
         """Return the options of Megatron's configuration that depend on the trainer."""
         config, layout = self.config, self.world.layout
-        dtype = getattr(torch, config.param_dtype)
+        dtype = getattr(torch, config.compute_dtype)
         # Megatron requires sequence parallelism if there are experts.
         splits_sequences = config.sequence_parallel or bool(
             getattr(network.config, "num_experts", 0)
@@ -319,7 +320,7 @@ class MegatronTrainer(MinibatchTrainer):
         moments: list[Tensor] = []
         for fragment in self._params.fragments:
             main, state = fragment.main, self.optimizer.state.get(fragment.main)
-            if self.config.param_dtype != "float32":  # otherwise main is the weight itself
+            if self.config.compute_dtype != "float32":  # otherwise main is the weight itself
                 moments.append(main.detach())
             meta_moment = torch.empty_like(main, device="meta")
             moments += state.values() if state else [meta_moment] * len(self._moment_names)

@@ -9,7 +9,9 @@ import torch
 
 from rlinf.errors import ConfigError
 from rlinf.models import base
-from rlinf.models.base import local_device
+from rlinf.models.base import default_dtype, local_device
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.vector_policy import VectorPolicy
 
 
 @pytest.mark.parametrize(("seen", "index"), [(4, 2), (1, 0), (2, 0)])
@@ -43,3 +45,18 @@ def test_gpus_of_a_job_are_not_left_idle(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert local_device("cpu") == torch.device("cpu")
     monkeypatch.delenv("SLURM_JOB_GPUS")
     assert local_device("auto") == torch.device("cpu"), "a login node with a GPU"
+
+
+@pytest.mark.parametrize(
+    ("provides", "path", "device", "expected"),
+    [
+        (CausalLM.provides, Path("model"), "cuda:1", "bfloat16"),
+        (CausalLM.provides, Path("model"), "cpu", None),
+        (CausalLM.provides, None, "cuda:0", None),
+        (VectorPolicy.provides, Path("model"), "cuda:0", None),
+    ],
+)
+def test_checkpoints_of_language_models_compute_in_bfloat16_on_gpus(
+    provides: frozenset[str], path: Path | None, device: str, expected: str | None
+) -> None:
+    assert default_dtype(provides, path, torch.device(device)) == expected

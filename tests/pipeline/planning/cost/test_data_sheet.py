@@ -30,6 +30,7 @@ from tests.pipeline.planning.cost.shapes import (
     H100,
     LLAMA_2_7B,
     LLAMA_3_8B,
+    LLAMA_3_70B,
     MIXTRAL,
     SMALL,
     gpt,
@@ -166,6 +167,44 @@ def test_zero_3_gathers_weights_twice_and_scatters_gradients_for_each_micro_batc
     free = replace(A100, intra=LinkModel(0.0, 1e30))
     each = 3 * A100.intra.all_gather_s(8, 2 * shape.parameters)
     assert sharded - work.seconds(shape, 8, free) == pytest.approx(2 * each)
+
+
+def test_gathered_weights_have_the_type_of_the_pass():
+    """FSDP2 casts shards before it gathers them: half the bytes, in memory and on the wire."""
+    shape, work = LLAMA_3_8B, TrainingWorkload(32, 512, micro_batch=2)
+    half = replace(work, gathered_bytes=2)
+    layer = float(shape.shared_parameters.max())
+    saved = work.memory_bytes(shape, 8) - half.memory_bytes(shape, 8)
+    assert saved == pytest.approx(2 * 2 * layer)
+    gathered = [one.gather_s(shape, 8, A100) for one in (work, half)]
+    assert gathered == [A100.intra.all_gather_s(8, n * shape.parameters) for n in (4, 2)]
+    assert replace(work, zero=2).gather_s(shape, 8, A100) == 0
+
+
+def test_inference_with_a_sharded_model_holds_shards_and_gathers_them():
+    shape, training = LLAMA_3_8B, TrainingWorkload(32, 512)
+    whole = InferenceWorkload(32, 512)
+    sharded = replace(whole, sharding=training)
+    assert whole.memory_parts(shape, 8)["weights"] == 2 * shape.parameters
+    assert sharded.memory_parts(shape, 8)["weights"] == training.weight_bytes(shape, 8)
+    assert training.weight_bytes(shape, 8) < 0.35 * 4 * shape.parameters
+    added_s = sharded.seconds(shape, 8, A100) - whole.seconds(shape, 8, A100)
+    assert added_s == pytest.approx(4 * training.gather_s(shape, 8, A100))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_tensor_parallelism_divides_weights_and_cache_and_sums_hidden_states(size):
+    one = GenerationWorkload(np.array([512.0]), 64, 128, max_running=64)
+    many = replace(one, tensor_parallel=size)
+    for name in ("weights", "KV cache"):
+        parts = [work.memory_parts(LLAMA_3_70B, 8)[name] for work in (one, many)]
+        assert parts[1] == pytest.approx(parts[0] / size)
+    whole_s, divided_s = (decode_step_s(LLAMA_3_70B, 64, 512, A100, n) for n in (1, size))
+    sums_s = 2 * 80 * A100.intra.all_reduce_s(size, 64 * 8192 * 2)
+    launches_s = 80 * A100.layer_overhead_s
+    assert divided_s == pytest.approx((whole_s - launches_s) / size + sums_s + launches_s)
+    assert np.isinf(many.seconds(LLAMA_3_70B, size // 2, A100))
+    assert many.seconds(LLAMA_3_70B, size, replace(A100, memory_bytes=1e15)) > 0
 
 
 def test_the_prompt_of_a_group_is_read_once():

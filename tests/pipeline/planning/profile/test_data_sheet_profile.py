@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.recipes import QWEN2_5_7B, write_hollow_checkpoint
 from pipeline.plan import PlanningSources, read_plan
 from pipeline.planning.cost.data_sheet import estimate_profile, with_critic
 from pipeline.planning.cost.model_shape import from_hf_config
@@ -23,7 +22,6 @@ from pipeline.planning.planner.stage_times import StageTimes
 from pipeline.pools.measured_times import WORK_PART, MeasuredTimes
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.causal_lm_critic import CausalLMActorCritic
 from slurm.inventory import Inventory, NodeGroup, PartitionInventory
 from slurm.site import SiteConfig
@@ -31,44 +29,13 @@ from stages.flow import on_policy
 from tests.pipeline.planning.planner.clusters import TAKEN
 
 Compose = Callable[..., dict[str, Any]]
-QWEN2_5_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of 7 B parameters, whose file has holes for weights."""
     folder = tmp_path_factory.mktemp("qwen")
-    small = CausalLMConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64)
-    CausalLM.create(small, {"alphabet": "0123456789+= \nabcdefghijklmnopqrstuvwxyz"}, 0, folder)
-    settings = AutoConfig.for_model(**QWEN2_5_7B)
-    settings.architectures = ["Qwen2ForCausalLM"]
-    settings.save_pretrained(folder)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(settings)
-    table, end = {}, 0
-    for name, tensor in module.state_dict().items():
-        size = 2 * tensor.numel()
-        table[name] = {
-            "dtype": "BF16",
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
-    header = json.dumps(table).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + end)
+    write_hollow_checkpoint(QWEN2_5_7B, folder)
     return folder
 
 
@@ -315,7 +282,7 @@ def test_a_critic_of_its_own_is_trained_and_held_beside_the_policy(configure: Co
     assert more > per_gpu
     assert more == pytest.approx(per_gpu, rel=0.25), "and what its layers keep of a sequence"
     held = training(own, 8, "inference") - training(shared, 8, "inference")
-    assert held == pytest.approx(2 * critic / 2**30, rel=0.01)
+    assert held == pytest.approx(4 * critic / 8 / 2**30, rel=0.01)
     assert training(own, 8, "rollout") == training(shared, 8, "rollout")
 
 
