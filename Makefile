@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := configs/constraints.txt
-EXTRAS := slurm,sims,video,lerobot,math,reasoning,search,gguf,peft,dev
+EXTRAS := slurm,sims,video,lerobot,math,reasoning,search,serve,gguf,peft,dev
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread per process, because more threads slow small models down. Idle threads must not spin.

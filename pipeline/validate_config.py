@@ -12,7 +12,7 @@ from pipeline.plan import Plan
 from pipeline.resources import ClusterConfig, pool_resources
 from rlinf.algorithms.unused_keys import reject_unused_keys
 from rlinf.channels.process_group import ParallelLayout
-from rlinf.config import RunConfig, validate
+from rlinf.config import RunConfig, SamplingSection, SuiteSet, validate
 from rlinf.envs import environments
 from rlinf.envs.base import TaskSize
 from rlinf.errors import ConfigError, DataError, PlanError, RlinfError, require_package
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from rlinf.models.chat_format import ChatFormat
 
 log = logging.getLogger("rlinf")
+SERVED_SECTIONS = ("engine", "model")
+"""Sections of the configuration that a served model depends on."""
 
 
 def validate_config(config: RunConfig) -> None:
@@ -90,7 +92,9 @@ def validate_config(config: RunConfig) -> None:
     if processor is not None and LANGUAGE_MODEL in policy.provides:
         from rlinf.models.chat_format import ChatFormat
 
-        check_stop_strings(config, ChatFormat.from_tokenizer(processor))
+        chat_format = ChatFormat.from_tokenizer(processor)
+        check_stop_strings("rollout", config.rollout.sampling, chat_format)
+        check_stop_strings("evaluate", config.evaluate.sampling, chat_format)
     size = environment.task_size(run.options["task"], processor)
     positions = policy.max_model_len(run.options["model"])
     check_sizes(config, size, positions)
@@ -115,9 +119,81 @@ def check_held_out_sets(run: RunComponents, processor: Any, positions: int | Non
             "evaluate.sets: only a language model with a tokenizer of its own (model.path) can be "
             "evaluated on sets of problems; leave it out"
         )
-    cls, options = suite
-    cls.model_spec(options)
-    cls(options, processor).check_lengths(positions)
+    from rlinf.models.chat_format import ChatFormat
+
+    settings = run.config.evaluate
+    suite.model_spec(settings)
+    suite(settings, processor).check_lengths(positions)
+    chat_format = ChatFormat.from_tokenizer(processor)
+    for name, problem_set in settings.sets.items():
+        check_stop_strings(f"evaluate.sets.{name}", problem_set.sampling, chat_format)
+    if run.config.iterations or run.config.sft.max_steps:
+        warn_of_training_problems(run.config, settings.sets)
+
+
+def warn_of_training_problems(config: RunConfig, sets: Mapping[str, SuiteSet]) -> None:
+    """Warn of held-out problems that a run trains on.
+
+    Problems are equal if all messages of the user are, apart from white space.
+
+    Args:
+        config: configuration of the run that trains.
+        sets: the sets of held-out problems by name.
+
+    Raises:
+        DataError: a file is missing or malformed.
+    """
+    from rlinf.data.json_lines import count_overlap
+    from rlinf.envs.problem_set import ProblemSetEnvironment, question_text
+    from rlinf.envs.suite import SETS_KEY, set_class
+
+    environment, options = environment_class(config)
+    if not issubclass(environment, ProblemSetEnvironment):
+        return
+    training = environment.load_problems(options, "train")
+    for name, problem_set in sets.items():
+        set_cls, set_options = set_class(f"{SETS_KEY}.{name}", problem_set)
+        held_out = set_cls.load_problems(set_options, "test")
+        num_shared, total = count_overlap(training, held_out, question_text)
+        if num_shared:
+            log.warning(
+                "%s.%s: %d of %d held-out problems are training problems (task.train) of %s too, "
+                "so the score does not measure generalization alone",
+                SETS_KEY,
+                name,
+                num_shared,
+                total,
+                config.run.name,
+            )
+
+
+def check_served_model(config: RunConfig) -> RunComponents:
+    """Check model and engine of a configuration, for a process that serves the model itself.
+
+    Raises:
+        ConfigError, DataError: they do not fit each other or this machine.
+        MissingPackageError: the engine needs a package that is not installed.
+    """
+    run = load_components(config)
+    policy, options = run.classes["model"], run.options["model"]
+    capabilities = {"model": policy.provides, "engine": run.classes["engine"].requires}
+    for section, capability in capabilities.items():
+        if LANGUAGE_MODEL not in capability:
+            raise ConfigError(
+                f"{section}.name: {getattr(config, section).name!r} is not for language models, "
+                "and only these can be served"
+            )
+    if (python := configured_interpreter(config, "engine")) is not None:
+        raise ConfigError(
+            f"engine.python: rlinf serve runs the engine in its own process; remove the key and "
+            f"start it with {python} -m rlinf serve"
+        )
+    check_interpreters(run, validate(ClusterConfig, config.cluster, "cluster"))
+    check_device(getattr(run.options["engine"], "device", "auto"), "engine.device")
+    policy.check_spec(options, {})
+    for section in SERVED_SECTIONS:
+        run.classes[section].check(run.options[section], run)
+    return run
 
 
 def load_components(config: RunConfig) -> RunComponents:
@@ -357,19 +433,21 @@ def check_device(name: str, key: str) -> None:
         raise ConfigError(f"{key}: {name} does not exist: this machine has {has}; use auto")
 
 
-def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
+def check_stop_strings(key: str, sampling: SamplingSection | None, chat_format: ChatFormat) -> None:
     """Check that each stop string is either plain text or one special token.
+
+    Args:
+        key: key of the section that has the sampling settings.
 
     Raises:
         ConfigError: a stop string mixes them, so that no engine would ever match it.
     """
-    for key, section in (("rollout", config.rollout), ("evaluate", config.evaluate)):
-        for text in () if section.sampling is None else section.sampling.stop:
-            if (token := chat_format.undecoded_token_in(text)) is not None:
-                raise ConfigError(
-                    f"{key}.sampling.stop: {text!r} has the special token {token!r} and more text, "
-                    f"so it would never match; use {token!r} alone"
-                )
+    for text in () if sampling is None else sampling.stop:
+        if (token := chat_format.undecoded_token_in(text)) is not None:
+            raise ConfigError(
+                f"{key}.sampling.stop: {text!r} has the special token {token!r} and more text, "
+                f"so it would never match; use {token!r} alone"
+            )
 
 
 def check_sizes(config: RunConfig, size: TaskSize, positions: int | None) -> None:

@@ -274,14 +274,44 @@ class SftSection(Section):
     """Number of held-out demonstrations whose loss is evaluated, if the task has any; 0: none."""
 
 
+class SuiteSet(Section):
+    """One set of problems and its protocol."""
+
+    task: NamedComponent
+    """A task with a fixed set of problems, such as ``jsonl`` or ``multiple_choice``. Its test
+    problems are asked."""
+    max_problems: int | None = Field(default=None, gt=0)
+    """Ask only the first problems; None: all."""
+    samples_per_problem: int = Field(default=1, gt=0)
+    """Number of attempts at each problem."""
+    horizon: int = Field(gt=0)
+    """Maximum number of tokens of a response. A longer response is truncated."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    sampling: SamplingSection = SamplingSection()
+    """Other sampling settings."""
+
+    @model_validator(mode="after")
+    def _check_temperature(self) -> SuiteSet:
+        if self.samples_per_problem > 1 and self.temperature == 0:
+            raise ValueError(
+                "temperature 0 makes all samples of a problem equal; set temperature above 0, or "
+                "samples_per_problem=1"
+            )
+        return self
+
+    def sampling_settings(self) -> dict[str, int | float | str]:
+        """Return the sampling settings as requests carry them."""
+        settings = self.sampling.non_default_settings()
+        return {"horizon": self.horizon, "temperature": self.temperature, **settings}
+
+
 class EvaluateSection(Section):
     """Held-out evaluation."""
 
-    sets: dict[str, dict[str, Any]] = {}
-    """Sets of problems on which the policy is evaluated instead of the task's test problems, each
-    with a protocol of its own (:class:`rlinf.envs.suite.SuiteSet`). They replace ``samples``,
-    ``horizon``, ``temperature`` and ``sampling``."""
-
+    sets: dict[str, SuiteSet] = {}
+    """Sets of problems by name, on which the policy is evaluated instead of the task's test
+    problems. They replace ``samples``, ``horizon``, ``temperature`` and ``sampling``."""
     every: int = Field(default=10, ge=0)
     """Iterations between evaluations; 0: only before the first and after the last."""
     samples: int = Field(default=512, gt=0)

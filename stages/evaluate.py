@@ -94,7 +94,8 @@ def run(ctx: StageContext) -> None:
             )
     output = ctx.open_writer("trajectories")
     for trajectory, score in zip(trajectories, scores, strict=True):
-        output.put(replace(trajectory, videos={}, score=score).to_record())
+        extra = {**trajectory.extra, **environment.evaluation_info(trajectory)}
+        output.put(replace(trajectory, videos={}, score=score, extra=extra).to_record())
     output.close()
     if trajectories:
         valid = [score for score in scores if not np.isnan(score)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlinf.algorithms.base import Algorithm
 from rlinf.artifacts import read_manifest, verify_output
 from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.config import NamedComponent, OptimizerSection, RunConfig, validate
+from rlinf.config import NamedComponent, OptimizerSection, RunConfig
 from rlinf.device_memory import GIB, DeviceMemoryManager, Offloadable
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment
@@ -115,17 +115,14 @@ def with_default_dtype(config: RunConfig, section: str, options: Any, key: str) 
     return options.model_copy(update={key: dtype})
 
 
-def evaluation_suite(config: RunConfig) -> tuple[Any, Any] | None:
-    """Return class and options of the sets in ``evaluate.sets``; None if there are none.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+def evaluation_suite(config: RunConfig) -> Any:
+    """Return the class of the sets in ``evaluate.sets``; None if there are none. Its options are
+    ``config.evaluate``."""
     if not config.evaluate.sets:
         return None
-    from rlinf.envs.suite import EvaluationSuite, SuiteConfig  # few runs have sets
+    from rlinf.envs.suite import EvaluationSuite  # few runs have sets
 
-    return EvaluationSuite, validate(SuiteConfig, {"sets": config.evaluate.sets}, "evaluate")
+    return EvaluationSuite
 
 
 def required_context(config: RunConfig) -> int | None:
@@ -134,7 +131,7 @@ def required_context(config: RunConfig) -> int | None:
     horizon = max(config.rollout.horizon, config.evaluate.horizon or 0)
     contexts = [cls.max_context(options, horizon)]
     if (suite := evaluation_suite(config)) is not None:
-        contexts.append(suite[0].max_context(suite[1], horizon))
+        contexts.append(suite.max_context(config.evaluate, horizon))
     return None if None in contexts else max(contexts)
 
 
@@ -146,8 +143,8 @@ def eval_environment(ctx: StageContext) -> Environment | None:
     if ctx.worker_state.eval_environment is None:
         policy_cls, policy_options = policy_class(ctx.config)
         folder = ctx.verified_folder("weights") / WEIGHTS
-        cls, options = suite
-        environment: Environment = cls(options, policy_cls.processor(folder, policy_options))
+        processor = policy_cls.processor(folder, policy_options)
+        environment: Environment = suite(ctx.config.evaluate, processor)
         ctx.worker_state.eval_environment = environment
     return ctx.worker_state.eval_environment
 

@@ -356,7 +356,7 @@ def _data_file_names(config: RunConfig, sections: Iterable[str]) -> Iterator[str
 def _options(config: RunConfig, section: str) -> Mapping[str, Any]:
     """Return the options of a component, or those of the sets of evaluations."""
     if section == "evaluate":
-        return {"sets": config.evaluate.sets}
+        return {"sets": config.evaluate.model_dump(mode="json")["sets"]}
     return getattr(config, section).model_extra or {}
 
 

@@ -230,7 +230,7 @@ def evaluate(
     ] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="A JSON-lines file with question and answer; may be repeated"),
+        typer.Option(help="A file of rows with question and answer; may be repeated"),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the evaluation; default: names of model and sets")
@@ -257,6 +257,33 @@ def evaluate(
     )
     show_result(result)
     typer.echo(f"page: {folder / PAGE}")
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="A model folder, or a run directory")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides of engine and model, such as engine=vllm"),
+    ] = None,
+    weights_version: Annotated[
+        int | None,
+        typer.Option("--version", help="Of a run: version of the weights; default: the best"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in requests; default: that of the folder")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0: all network interfaces")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen at; 0: any free one", min=0, max=65535)
+    ] = 8000,
+) -> None:
+    """Serve a language model with an OpenAI-compatible endpoint."""
+    from pipeline.commands.serve import Address, serve_model
+
+    serve_model(model, overrides or (), weights_version, name, Address(host, port))
 
 
 @app.command()

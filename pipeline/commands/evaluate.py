@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipeline.commands.experiment import compose_words, drive, prepare_run
-from pipeline.commands.results import best_version, verified_data_folder, weight_versions
+from pipeline.commands.results import resolve_weights
 from pipeline.console import create_console
 from pipeline.evaluation.results import (
     EvaluationResult,
@@ -22,10 +23,12 @@ from pipeline.evaluation.results import (
 from pipeline.evaluation.statistics import Estimate
 from pipeline.report.theme import render_template
 from pipeline.resume import OnMismatch
+from pipeline.run import Run
+from pipeline.validate_config import warn_of_training_problems
 from rlinf import package_paths
 from rlinf.artifacts import write_atomic
-from rlinf.config import RunConfig, validate
-from rlinf.envs.suite import SuiteEnvironment
+from rlinf.config import RunConfig
+from rlinf.envs.suite import SETS_KEY
 from rlinf.errors import (
     ConfigError,
     InputError,
@@ -35,7 +38,6 @@ from rlinf.errors import (
 )
 from rlinf.hydra_config import to_override_value
 from rlinf.user_code import translate_user_errors
-from stages.factory import WEIGHTS, environment_class, policy_class
 from stages.layout import CONFIG_FILE
 
 SUITE_FOLDER = package_paths.ROOT / "configs" / "suite"
@@ -72,13 +74,14 @@ def run_evaluation(
         ConfigError, DataError, InputError: nothing was written.
     """
     sets = named_sets(suites, data)
-    folder = model_folder(model, version)
+    folder, _ = resolve_weights(model, version)
     words = evaluation_words(folder, sets, overrides)
     if not any(word.startswith("run.name=") for word in words):
         words.append(f"run.name={name or default_name(model, sets)}")
     with translate_resource_errors(), translate_user_errors():
-        values = complete_sizes(compose_words(words))
-        run = prepare_run(values, on_mismatch)
+        run = prepare_run(compose_words(words), on_mismatch)
+        if (model / CONFIG_FILE).is_file():
+            _warn_of_training_problems(Run.open(model), run)
         try:
             drive(run)
         except InterruptedByUser:
@@ -91,6 +94,12 @@ def run_evaluation(
     result.save(run.folder)
     write_page(run.folder, result)
     return run.folder, result
+
+
+def _warn_of_training_problems(trained: Run, evaluation: Run) -> None:
+    """Warn of problems that the evaluated model was trained on, if the run still has its files."""
+    with contextlib.suppress(InputError):  # its data files are gone
+        warn_of_training_problems(trained.config, evaluation.config.evaluate.sets)
 
 
 def write_page(folder: Path, result: EvaluationResult) -> Path:
@@ -153,66 +162,29 @@ def default_name(model: Path, sets: Mapping[str, Any]) -> str:
     return "evaluate-" + re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:100]
 
 
-def model_folder(model: Path, version: int | None) -> Path:
-    """Return the folder with the weights of a model: itself, or that of a version in a run.
-
-    Raises:
-        InputError: there is no such folder or version.
-    """
-    folder = model.expanduser().absolute()
-    if not (folder / CONFIG_FILE).is_file():
-        if version is not None:
-            raise InputError(f"--version {version}: {model} is no run directory")
-        if not folder.is_dir():
-            raise InputError(f"{model}: no such folder; name a model folder or a run directory")
-        return folder
-    versions = weight_versions(folder)
-    if version is None:
-        try:
-            version, _ = best_version(folder)
-        except InputError:  # nothing was evaluated
-            version = max(versions, default=None)
-    if version not in versions:
-        raise InputError(
-            f"{model}: no version {version} of the weights on disk; available: {sorted(versions)}"
-        )
-    return verified_data_folder(versions[version]) / WEIGHTS
-
-
 def evaluation_words(
     folder: Path, sets: Mapping[str, tuple[str, Path]], overrides: Sequence[str]
 ) -> list[str]:
-    """Return the overrides that describe an evaluation."""
-    words = ["experiment=evaluation", f"model.path={to_override_value(str(folder))}"]
-    for name, (suite, file) in sets.items():
-        words.append(f"+suite@task.sets.{name}={suite}")
-        words.append(f"task.sets.{name}.task.test={to_override_value(str(file))}")
-    for word in overrides:
-        key = word.lstrip("+~").partition("=")[0].partition(".")
-        words.append(f"task.sets.{word}" if key[0] in sets and key[2] else word)
-    return words
-
-
-def complete_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a composed configuration with the number of samples of its sets, and the longest
-    response.
+    """Return the overrides that describe an evaluation.
 
     Raises:
-        ConfigError, DataError: model or sets are invalid, or the samples of a set are longer than
-            the model allows.
+        ConfigError: an override begins with the name of no set and of no section.
     """
-    config = validate(RunConfig, values)
-    environment_cls, options = environment_class(config)
-    policy, model_options = policy_class(config)
-    processor = policy.check_spec(model_options, environment_cls.model_spec(options))
-    environment = environment_cls(options, processor)
-    assert isinstance(environment, SuiteEnvironment), "the experiment sets the task"
-    # A set's name is enough on this command line.
-    environment.check_lengths(policy.max_model_len(model_options), key="")
-    samples = len(environment.attempts)
-    horizon = max(settings.horizon for settings in options.sets.values())
-    evaluate = {**values["evaluate"], "samples": samples, "horizon": horizon}
-    return {**values, "evaluate": evaluate}
+    words = ["experiment=evaluation", f"model.path={to_override_value(str(folder))}"]
+    for name, (suite, file) in sets.items():
+        words.append(f"+suite@{SETS_KEY}.{name}={suite}")
+        words.append(f"{SETS_KEY}.{name}.task.test={to_override_value(str(file))}")
+    for word in overrides:
+        name, is_nested, _ = word.lstrip("+~").partition("=")[0].partition(".")
+        is_known = name in {*sets, *RunConfig.model_fields, "hydra"} or "@" in name
+        if is_nested and not is_known:
+            hint = did_you_mean(name, [*sets, *RunConfig.model_fields])
+            raise ConfigError(
+                f"{word}: there is no set {name!r}; the sets are {', '.join(sets)}"
+                + (hint if "did you mean" in hint else "")
+            )
+        words.append(f"{SETS_KEY}.{word}" if name in sets and is_nested else word)
+    return words
 
 
 def show_result(result: EvaluationResult) -> None:

@@ -24,7 +24,7 @@ from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.errors import DataError, InputError
 from rlinf.verified_io import copy_file
 from stages.flow import EVALUATE
-from stages.layout import setup_stage_folder, stage_folder
+from stages.layout import CONFIG_FILE, setup_stage_folder, stage_folder
 from stages.retention import best_weights
 
 if TYPE_CHECKING:
@@ -157,6 +157,38 @@ def weight_versions(run: Path) -> dict[int, Path]:
         if read_manifest(folder) is not None and not is_pruned(folder):
             versions[int(folder.parent.name) + 1] = folder
     return versions
+
+
+def resolve_weights(model: Path, version: int | None) -> tuple[Path, int]:
+    """Return the folder with the weights of a model, and their version.
+
+    Args:
+        model: a model folder, whose version is 0, or a run directory.
+        version: version of the weights in a run; by default the best or the newest.
+
+    Raises:
+        InputError: there is no such folder or version.
+    """
+    from stages.factory import WEIGHTS  # imports torch
+
+    folder = model.expanduser().absolute()
+    if not (folder / CONFIG_FILE).is_file():
+        if version is not None:
+            raise InputError(f"--version {version}: {model} is no run directory")
+        if not folder.is_dir():
+            raise InputError(f"{model}: no such folder; name a model folder or a run directory")
+        return folder, 0
+    versions = weight_versions(folder)
+    if version is None:
+        try:
+            version, _ = best_version(folder)
+        except InputError:  # nothing was evaluated
+            version = max(versions, default=None)
+    if version is None or version not in versions:
+        raise InputError(
+            f"{model}: no version {version} of the weights on disk; available: {sorted(versions)}"
+        )
+    return verified_data_folder(versions[version]) / WEIGHTS, version
 
 
 def best_version(folder: Path) -> tuple[int, float]:

@@ -22,12 +22,11 @@ from pipeline.run import Run
 from rlinf import __version__
 from rlinf.artifacts import Manifest, read_manifest, verify_output, write_atomic
 from rlinf.channels.record_files import RecordFileReader
-from rlinf.config import json_digest
+from rlinf.config import SuiteSet, json_digest
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs.suite import SuiteEnvironment, SuiteSet, set_class
+from rlinf.envs.suite import FINAL_ANSWER, SETS_KEY, set_class
 from rlinf.errors import ConfigError, InputError
 from rlinf.rewards.math_grader import CROSS_CHECK_DISAGREEMENTS, CROSS_CHECKS
-from stages.factory import WEIGHTS, environment_class, policy_class
 from stages.flow import EVALUATE, flow_of
 from stages.identity import FILE_PREFIX, CodeSnapshot
 from stages.layout import setup_stage_folder, stage_folder
@@ -132,9 +131,11 @@ def read_evaluation(run: Run) -> EvaluationResult:
     """Compute the results of a finished evaluation run.
 
     Raises:
-        InputError: the evaluation is not finished, or the run is none of a suite.
+        InputError: the evaluation is not finished, or the run has no sets of problems.
         ArtifactError: its samples are damaged on disk.
     """
+    if not run.config.evaluate.sets:
+        raise InputError(f"{run.folder}: its configuration has no {SETS_KEY} to report")
     manifest = stage_manifest(run.folder, EVALUATE, 0)
     if manifest is None:
         raise InputError(f"{run.folder}: the evaluation is not finished; run the command again")
@@ -142,14 +143,13 @@ def read_evaluation(run: Run) -> EvaluationResult:
     verify_output(output, manifest, checksums=False)
     files = (output / manifest.data).glob("trajectories-r*.h5")
     trajectories = [Trajectory.from_record(record) for record in RecordFileReader(files)]
-    environment = _suite_environment(run)
     snapshot = CodeSnapshot.current(run.config, EVALUATE)
     sets = {}
-    for name, settings in environment.config.sets.items():
+    for name, settings in run.config.evaluate.sets.items():
         own = [trajectory for trajectory in trajectories if trajectory.task == name]
-        prefix = f"{FILE_PREFIX}task.sets.{name}.task."
+        prefix = f"{FILE_PREFIX}{SETS_KEY}.{name}.task."
         digests = {key: snapshot.files.get(f"{prefix}{key}", "") for key in ("test", "train")}
-        sets[name] = _set_result(name, settings, own, environment, manifest, digests)
+        sets[name] = _set_result(name, settings, own, manifest, digests)
     generation_s = _longest_span(manifest, "generate")
     tokens = sum(len(trajectory) for trajectory in trajectories)
     return EvaluationResult(
@@ -161,18 +161,6 @@ def read_evaluation(run: Run) -> EvaluationResult:
         tokens_per_s=tokens / generation_s if generation_s else 0.0,
         sets=sets,
     )
-
-
-def _suite_environment(run: Run) -> SuiteEnvironment:
-    environment_cls, options = environment_class(run.config)
-    if not issubclass(environment_cls, SuiteEnvironment):
-        raise InputError(f"{run.folder}: its task is {run.config.task.name!r}, which is no suite")
-    policy_cls, policy_options = policy_class(run.config)
-    return environment_cls(options, policy_cls.processor(_model_folder(run), policy_options))
-
-
-def _model_folder(run: Run) -> Path:
-    return _initial_output(run)[0] / WEIGHTS
 
 
 def _model_digest(run: Run) -> str:
@@ -193,7 +181,6 @@ def _set_result(
     name: str,
     settings: SuiteSet,
     trajectories: Sequence[Trajectory],
-    environment: SuiteEnvironment,
     manifest: Manifest,
     file_digests: Mapping[str, str],
 ) -> SetResult:
@@ -210,10 +197,10 @@ def _set_result(
     if unscored := int(np.isnan(scores).sum()):
         failures["unscored"] = unscored
         scores = np.nan_to_num(scores)
-    answers = [environment.final_answer(trajectory) for trajectory in ordered]
+    answers = [str(trajectory.extra[FINAL_ANSWER]) or None for trajectory in ordered]
     votes = [answers[row * size : (row + 1) * size] for row in range(num_problems)]
     has_votes = size > 1 and any(answer is not None for answer in answers)
-    _, options = set_class(f"{SuiteEnvironment.KEY}.{name}", settings)
+    _, options = set_class(f"{SETS_KEY}.{name}", settings)
     protocol = {
         **settings.model_dump(mode="json", exclude={"task"}),
         "task": {

@@ -1,4 +1,5 @@
-"""Parquet files and saved Hugging Face data sets, as JSON-lines files in the user's cache folder.
+"""Parquet files, folders of them, and saved Hugging Face data sets, as JSON-lines files in the
+user's cache folder.
 
 A table is converted once, batch by batch, and the result is kept under the digest of the table's
 bytes (:mod:`rlinf.data.array_cache`). All readers of rows then read JSON lines.
@@ -10,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +28,10 @@ STATE_FILE = "state.json"
 """A file of every data set that ``datasets`` has saved with ``save_to_disk``."""
 SPLITS_FILE = "dataset_dict.json"
 """A file of every ``DatasetDict``, whose splits are folders of saved data sets."""
+SHARD_SUFFIX = re.compile(r"-\d+-of-\d+$")
+"""End of the names of a split's Parquet files, as ``datasets`` and the hub write them."""
+SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
+"""Names of files that are a whole split, so that other files beside them belong to other splits."""
 BLOCK_BYTES = 1 << 20
 BATCH_ROWS = 4096
 """Number of rows that are converted at once."""
@@ -34,9 +40,9 @@ FORMAT_VERSION = "1"
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a path is a Parquet file, or the folder of a saved data set."""
+    """Return whether a path is a Parquet file, a folder of them, or that of a saved data set."""
     is_parquet = path.suffix == PARQUET_SUFFIX and path.is_file()
-    return is_parquet or (path / STATE_FILE).is_file()
+    return is_parquet or (path / STATE_FILE).is_file() or bool(_shards(path))
 
 
 def saved_splits(path: Path) -> list[str]:
@@ -44,6 +50,11 @@ def saved_splits(path: Path) -> list[str]:
     if not (path / SPLITS_FILE).is_file():
         return []
     return sorted(folder.parent.name for folder in path.glob(f"*/{STATE_FILE}"))
+
+
+def _shards(path: Path) -> list[Path]:
+    """Return the Parquet files of a folder in the order of their names."""
+    return sorted(file for file in path.glob(f"*{PARQUET_SUFFIX}") if file.is_file())
 
 
 def convert_table(path: Path, key: str) -> Path:
@@ -61,7 +72,7 @@ def convert_table(path: Path, key: str) -> Path:
     """
     require_package("pyarrow", "parquet", f"{key}: {path}")
     try:
-        files = _table_files(path)
+        files = _table_files(path, key)
         digest = _digest(files)
         folder = private_folder()
         target = folder / f"table-{FORMAT_VERSION}-{digest}.jsonl"
@@ -76,10 +87,26 @@ def convert_table(path: Path, key: str) -> Path:
     return target
 
 
-def _table_files(path: Path) -> list[Path]:
-    """Return the files of a table in the order of their rows."""
+def _table_files(path: Path, key: str) -> list[Path]:
+    """Return the files of a table in the order of their rows.
+
+    Raises:
+        DataError: a folder has the Parquet files of several splits.
+    """
     if path.is_file():
         return [path]
+    if not (path / STATE_FILE).is_file():
+        shards = _shards(path)
+        splits = sorted({SHARD_SUFFIX.sub("", file.stem) for file in shards})
+        has_splits = any(SHARD_SUFFIX.search(file.stem) for file in shards) or SPLIT_NAMES & {
+            *splits
+        }
+        if len(splits) > 1 and has_splits:
+            raise DataError(
+                f"{key}: {path} holds the files of several splits: {', '.join(splits)}; move those "
+                "of one split into a folder of its own, or name one file"
+            )
+        return shards
     state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     return [path / entry["filename"] for entry in state["_data_files"]]
 

@@ -9,7 +9,7 @@ environment stores them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -131,6 +131,21 @@ class RequestReceiver(Protocol):
 
 
 @dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities of the tokens of a text of ``L`` tokens, each given the tokens before it.
+
+    The first token has none, so there are ``L - 1`` rows.
+    """
+
+    logprobs: np.ndarray
+    """``[L - 1]`` float32: log-probability of each token."""
+    top_tokens: np.ndarray
+    """``[L - 1, K]`` int64: ids of the ``K`` most likely tokens, most likely first."""
+    top_logprobs: np.ndarray
+    """``[L - 1, K]`` float32: their log-probabilities."""
+
+
+@dataclass(frozen=True)
 class RolloutHooks:
     """Callbacks of an engine during generation."""
 
@@ -233,6 +248,32 @@ class Engine(ModelHolder, ABC):
         Raises:
             DataError: A request is malformed.
         """
+
+    def score_tokens(
+        self, texts: Sequence[np.ndarray], temperature: float, num_top: int
+    ) -> list[TokenScores]:
+        """Return the log-probabilities of texts under ``softmax(z / temperature)``.
+
+        Must not be called while :meth:`generate` runs.
+
+        Args:
+            texts: token ids of each text, int64 ``[L]``, ``L >= 1``.
+            temperature: 0 counts as 1.
+            num_top: number ``K`` of most likely tokens to return for each position.
+
+        Raises:
+            DataError: The engine only generates.
+        """
+        raise DataError(
+            f"{type(self).__name__} does not compute log-probabilities of given texts; serve the "
+            "model with engine=transformers"
+        )
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Largest number of tokens of prompt and response together, if the engine limits it more
+        than the model does; None before the first load."""
+        return None
 
     def run_follower(self, *, seed: int, stage: str) -> None:
         """Take part in one :meth:`generate` call of the primary rank until it ends.

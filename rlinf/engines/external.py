@@ -71,6 +71,7 @@ class ExternalEngine(Engine):
         if config.dtype is not None:
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
+        self._max_model_len = 0
         self.stop_token_ids = frozenset[int]()
         """Ids of the tokens that end a sample."""
 
@@ -177,6 +178,10 @@ class ExternalEngine(Engine):
                 f"fit into {self._max_model_len}; shorten prompts or rollout.horizon, or raise "
                 "engine.max_model_len and the KV cache"
             )
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self._max_model_len or None
 
     def _read_model(self, model: Path) -> None:
         """Read the limits, the tokenizer and the weight names of a model, but not its weights."""

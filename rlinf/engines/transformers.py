@@ -20,7 +20,7 @@ from torch import Tensor
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.device_memory import OffloadableTensors, move_to_device, use_device
-from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks
+from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks, TokenScores
 from rlinf.engines.continuous_batching import ContinuousBatching, PromptImages
 from rlinf.engines.cuda_graph_decoding import GraphedDecodeStep
 from rlinf.engines.fused_decoding import FusedDecodeStep, use_decode_attention
@@ -30,6 +30,7 @@ from rlinf.engines.kv_cache import (
     KeyValueCache,
     supports_padding,
 )
+from rlinf.errors import DataError
 from rlinf.models.base import DeviceName, Policy, copy_weights, local_device
 from rlinf.models.causal_lm import causal_mask
 from rlinf.models.causal_lm_config import CausalLMConfig
@@ -42,8 +43,20 @@ from rlinf.models.images import (
     unpack_images,
 )
 from rlinf.models.loading import load_module, reload_weights
-from rlinf.models.logprobs import mask_tokens
+from rlinf.models.logprobs import (
+    final_softcap,
+    mask_tokens,
+    override_head,
+    plain_head,
+    top_logprobs,
+    top_of_logits,
+    without_final_softcap,
+)
 from rlinf.registry import IMAGE_INPUTS, LANGUAGE_MODEL
+
+MAX_SCORED_TOKENS = 8192
+"""Largest number of tokens, padding included, whose log-probabilities are computed together; more
+only if a single text has more."""
 
 
 class TransformersConfig(Section):
@@ -147,6 +160,76 @@ class TransformersEngine(OffloadableTensors, Engine):
             ).iter_replies()
         finally:
             self._graphed_step = None
+
+    @torch.inference_mode()
+    def score_tokens(
+        self, texts: Sequence[np.ndarray], temperature: float, num_top: int
+    ) -> list[TokenScores]:
+        if self._image_processor is not None:
+            raise DataError("texts are not scored with models of images; use one without images")
+        torch.set_num_threads(self._config.threads)
+        use_device(self.device)
+        scores = list[TokenScores]()
+        for batch in self._score_batches(texts):
+            scores += self._score_batch(batch, temperature, num_top)
+        return scores
+
+    def _score_batches(self, texts: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        """Divide texts into batches that are padded to at most :data:`MAX_SCORED_TOKENS`."""
+        # Families that do not support padding need rows of equal length.
+        max_rows = self._config.max_num_seqs if self._equal_length is None else 1
+        batch = list[np.ndarray]()
+        for text in texts:
+            width = max(len(text), *map(len, batch)) if batch else len(text)
+            if batch and (len(batch) == max_rows or width * (len(batch) + 1) > MAX_SCORED_TOKENS):
+                yield batch
+                batch = []
+            batch.append(text)
+        if batch:
+            yield batch
+
+    def _score_batch(
+        self, texts: Sequence[np.ndarray], temperature: float, num_top: int
+    ) -> list[TokenScores]:
+        width = max(map(len, texts))
+        if width == 1:
+            empty = np.zeros((0, num_top), np.int64)
+            no_scores = TokenScores(np.zeros(0, np.float32), empty, empty.astype(np.float32))
+            return [no_scores] * len(texts)
+        padded = np.zeros((len(texts), width), np.int64)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        tokens = torch.from_numpy(padded).to(self.device)
+        targets = tokens[:, 1:].reshape(-1)
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if self._equal_length is None:
+            # With padding on the right, earlier positions do not see it.
+            inputs["attention_mask"] = causal_mask(torch.ones_like(tokens, dtype=torch.bool))
+            inputs["position_ids"] = torch.arange(width, device=self.device)[None]
+        head, module = plain_head(self._module), self._module
+
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            features = hidden[:, : width - 1].reshape(-1, hidden.shape[-1])
+            return top_logprobs(
+                features, weight, targets, temperature, num_top, bias=bias, softcap=cap
+            )
+
+        if head is None:
+            logits = module(**inputs).logits[:, : width - 1]
+            flat = top_of_logits(logits.flatten(0, 1), targets, temperature, num_top)
+        else:
+            cap = final_softcap(module)
+            with without_final_softcap(module), override_head(head, compute):
+                flat = module(**inputs).logits
+        columns = flat.view(len(texts), width - 1, -1).cpu().numpy()
+        return [
+            TokenScores(
+                row[: len(text) - 1, 0].astype(np.float32),
+                row[: len(text) - 1, 1 : 1 + num_top].astype(np.int64),
+                row[: len(text) - 1, 1 + num_top :].astype(np.float32),
+            )
+            for row, text in zip(columns, texts, strict=True)
+        ]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the decoded tokens: the text in which stop strings are searched."""

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlinf.config import Section
+from rlinf.engines.base import TokenScores
 from rlinf.engines.external import ExternalConfig, ExternalEngine
 from rlinf.engines.in_process import InProcessEngine, restore_process_state
 from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRequest
 from rlinf.engines.server import ServerConfig, ServerEngine
-from rlinf.engines.server_process import ServerProcess
+from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnavailable
+from rlinf.errors import DataError
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension supports only the first model runner
@@ -101,6 +105,44 @@ class VLLMEngine(ServerEngine):
         content = (choice["logprobs"] or {}).get("content") or []
         finish_reason = choice["finish_reason"]
         return GeneratedSegment(tokens, [entry["logprob"] for entry in content], finish_reason)
+
+    def score_tokens(
+        self, texts: Sequence[np.ndarray], temperature: float, num_top: int
+    ) -> list[TokenScores]:
+        if temperature not in (0, 1):
+            raise DataError(
+                f"vLLM computes log-probabilities of given texts at temperature 1 only, not "
+                f"{temperature:g}"
+            )
+        with ThreadPoolExecutor(min(len(texts), self.max_batch(self._config)), "score") as pool:
+            return list(pool.map(lambda text: self._score_text(text.tolist(), num_top), texts))
+
+    def _score_text(self, tokens: list[int], num_top: int) -> TokenScores:
+        if len(tokens) + 1 > self._max_model_len:
+            raise DataError(
+                f"a text of {len(tokens)} tokens and one more do not fit into {self._max_model_len}"
+            )
+        sampling = {"max_tokens": 1, "prompt_logprobs": num_top, "detokenize": False}
+        body = {"token_ids": tokens, "sampling_params": sampling}
+        try:
+            values = self._servers.request(tokens, "/inference/v1/generate", body, lambda _: [])
+        except ServerUnavailable as error:
+            raise ServerError(
+                f"a server died while it scored a text ({error}); end of its log:\n"
+                f"{self.log_tail()}"
+            ) from None
+        # Log-probabilities by id: of the token at a position, and of the most likely ones.
+        rows = [
+            {int(token): float(entry["logprob"]) for token, entry in entries.items()}
+            for entries in values["prompt_logprobs"][1:]
+        ]
+        top = [sorted(row.items(), key=lambda pair: -pair[1])[:num_top] for row in rows]
+        shape = (len(rows), num_top)
+        return TokenScores(
+            np.array([row[t] for row, t in zip(rows, tokens[1:], strict=True)], np.float32),
+            np.array([[token for token, _ in best] for best in top], np.int64).reshape(shape),
+            np.array([[value for _, value in best] for best in top], np.float32).reshape(shape),
+        )
 
     def abort_requests(self, process: ServerProcess) -> None:
         process.post("/abort_requests", {"request_ids": []}, check_heartbeat=True)

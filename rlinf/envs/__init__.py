@@ -12,7 +12,7 @@ environments = Registry(
         "search": "rlinf.envs.search:SearchEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
         "multiple_choice": "rlinf.envs.multiple_choice:MultipleChoiceEnvironment",
-        "suite": "rlinf.envs.suite:SuiteEnvironment",
+        "none": "rlinf.envs.suite:NoTask",
         "visual_questions": "rlinf.envs.visual_questions:VisualQuestionsEnvironment",
         "conversations": "rlinf.envs.conversations:ConversationsEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",

@@ -235,6 +235,10 @@ class Environment(Component, ABC):
         """Return the number of held-out samples, if ``evaluate.samples`` is ``requested``."""
         return requested
 
+    def evaluation_info(self, trajectory: Trajectory) -> Mapping[str, Scalar]:
+        """Return further fields for ``extra`` of a scored held-out trajectory; none by default."""
+        return {}
+
     def sample_weights(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """Return the weight of each held-out sample in the mean score; equal by default."""
         return [1.0] * len(trajectories)

@@ -1,22 +1,21 @@
 """Several sets of problems, each with a protocol of its own: how it is asked, sampled and graded.
 The score is the mean over the sets.
 
-For evaluation only. A sample is one attempt at one problem. Samples of different sets are mixed, so
-that every process of the stage gets a share of each set.
+For evaluation only (``evaluate.sets``). A sample is one attempt at one problem. Samples of
+different sets are mixed, so that every process of the stage gets a share of each set. A run that
+only evaluates has no task of its own; see :class:`NoTask`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import Field, field_validator, model_validator
-
-from rlinf.config import NamedComponent, SamplingSection, Section
+from rlinf.config import EvaluateSection, SuiteSet
 from rlinf.data.record import Scalar
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs import environments
@@ -25,53 +24,7 @@ from rlinf.envs.problem_set import ProblemSetEnvironment
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import ModelSpec
-from rlinf.registry import PROMPTS, REFERENCE_ANSWERS
-
-
-class SuiteSet(Section):
-    """One set of problems and its protocol."""
-
-    task: NamedComponent
-    """A task with a fixed set of problems, such as ``jsonl`` or ``multiple_choice``. Its test
-    problems are asked."""
-    max_problems: int | None = Field(default=None, gt=0)
-    """Ask only the first problems; None: all."""
-    samples_per_problem: int = Field(default=1, gt=0)
-    """Number of attempts at each problem."""
-    horizon: int = Field(gt=0)
-    """Maximum number of tokens of a response. A longer response is truncated."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-    sampling: SamplingSection = SamplingSection()
-    """Other sampling settings."""
-
-    @model_validator(mode="after")
-    def _check_temperature(self) -> SuiteSet:
-        if self.samples_per_problem > 1 and self.temperature == 0:
-            raise ValueError(
-                "temperature 0 makes all samples of a problem equal; set temperature above 0, or "
-                "samples_per_problem=1"
-            )
-        return self
-
-    def sampling_settings(self) -> dict[str, Scalar]:
-        """Return the sampling settings as requests carry them."""
-        settings = self.sampling.non_default_settings()
-        return {"horizon": self.horizon, "temperature": self.temperature, **settings}
-
-
-class SuiteConfig(Section):
-    """The sets of problems."""
-
-    sets: dict[str, SuiteSet]
-    """The sets by name."""
-
-    @field_validator("sets")
-    @classmethod
-    def _check_sets(cls, value: dict[str, SuiteSet]) -> dict[str, SuiteSet]:
-        if not value:
-            raise ValueError("name at least one set of problems")
-        return value
+from rlinf.registry import PROMPTS, REFERENCE_ANSWERS, RunComponents
 
 
 @dataclass(frozen=True)
@@ -85,21 +38,25 @@ class Attempt:
     """Index of the attempt at this problem."""
 
 
-class SuiteEnvironment(PromptEnvironment):
+SETS_KEY = "evaluate.sets"
+"""Key of the sets in the configuration."""
+FINAL_ANSWER = "final_answer"
+"""Name in ``extra`` of a trajectory of its normalised final answer; empty: it has none."""
+
+
+class EvaluationSuite(PromptEnvironment):
     """Problems of several sets. Metrics and trajectories have the name of the set as their task."""
 
-    Config = SuiteConfig
-    config: SuiteConfig
+    Config = EvaluateSection
+    config: EvaluateSection
     provides = frozenset({PROMPTS, REFERENCE_ANSWERS})
     uses_chat_template = True
-    KEY: ClassVar[str] = "task.sets"
-    """Key of the sets in the configuration, for error messages."""
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
         self._sets: dict[str, ProblemSetEnvironment] = {}
         for name, settings in self.config.sets.items():
-            key = f"{self.KEY}.{name}"
+            key = f"{SETS_KEY}.{name}"
             cls, options = set_class(key, settings)
             self._sets[name] = environment = _create_set(key, cls, options, processor)
             num_problems, total = (
@@ -114,47 +71,35 @@ class SuiteEnvironment(PromptEnvironment):
                 )
 
     @classmethod
-    def model_spec(cls, config: SuiteConfig) -> ModelSpec:
+    def model_spec(cls, config: EvaluateSection) -> ModelSpec:
         spec: ModelSpec = {}
         for name, settings in config.sets.items():
-            set_cls, options = set_class(f"{cls.KEY}.{name}", settings)
+            set_cls, options = set_class(f"{SETS_KEY}.{name}", settings)
             spec = {**spec, **set_cls.model_spec(options)}
         return spec
-
-    @classmethod
-    def task_size(cls, config: Any, processor: Any) -> TaskSize:
-        environment = cls(config, processor)
-        horizons = {name: settings.horizon for name, settings in environment.config.sets.items()}
-        prompts = environment.longest_prompts
-        longest = max(prompts[name] + horizon for name, horizon in horizons.items())
-        # With the longest response of all sets, this is the length of the longest sample. The
-        # longest prompt may belong to a set with shorter responses.
-        return TaskSize(0, len(environment.attempts), longest - max(horizons.values()))
 
     @property
     def longest_prompts(self) -> dict[str, int]:
         """Number of tokens of the longest prompt of each set."""
         return {name: environment.longest_prompt for name, environment in self._sets.items()}
 
-    def check_lengths(self, positions: int | None, key: str | None = None) -> None:
+    def check_lengths(self, positions: int | None) -> None:
         """Check that prompts and responses of each set fit the model.
 
         Args:
             positions: maximum number of tokens of the model; None if unlimited.
-            key: key of the sets in messages; by default :attr:`KEY`.
 
         Raises:
             ConfigError: those of a set do not fit.
         """
-        prefix = self.KEY if key is None else key
         for name, longest in self.longest_prompts.items():
             horizon = self.config.sets[name].horizon
             if positions is not None and longest + horizon > positions:
-                set_key = f"{prefix}.{name}" if prefix else name
+                key = f"{SETS_KEY}.{name}.horizon"
                 raise ConfigError(
-                    f"{set_key}.horizon: prompts of up to {longest} tokens and {horizon} new ones "
-                    f"do not fit into the {positions} positions of the model; set "
-                    f"{set_key}.horizon={max(1, positions - longest)} or less"
+                    f"{key}: prompts of up to {longest} tokens and {horizon} new ones do not fit "
+                    f"into the {positions} positions of the model; set "
+                    f"{key}={max(1, positions - longest)} or less"
                 )
 
     def num_eval_samples(self, requested: int) -> int:
@@ -164,7 +109,7 @@ class SuiteEnvironment(PromptEnvironment):
     def max_context(cls, config: Any, horizon: int) -> int | None:
         contexts = []
         for name, settings in config.sets.items():
-            set_cls, options = set_class(f"{cls.KEY}.{name}", settings)
+            set_cls, options = set_class(f"{SETS_KEY}.{name}", settings)
             contexts.append(set_cls.max_context(options, settings.horizon))
         return max(context for context in contexts if context is not None)
 
@@ -220,19 +165,44 @@ class SuiteEnvironment(PromptEnvironment):
             counts.update({f"{name}/{count}": number for count, number in set_counts.items()})
         return scores
 
-    def final_answer(self, trajectory: Trajectory) -> str | None:
-        """Return the normalised final answer of a response; see :class:`ProblemSetEnvironment`."""
-        return self._sets[str(trajectory.task)].final_answer(_without_suite(trajectory))
+    def evaluation_info(self, trajectory: Trajectory) -> Mapping[str, Scalar]:
+        environment = self._sets[str(trajectory.task)]
+        return {FINAL_ANSWER: environment.final_answer(_without_suite(trajectory)) or ""}
 
     def close(self) -> None:
         for environment in self._sets.values():
             environment.close()
 
 
-class EvaluationSuite(SuiteEnvironment):
-    """The sets on which a run that trains is evaluated (``evaluate.sets``)."""
+class NoTask(PromptEnvironment):
+    """The task of a run that only evaluates sets of problems (``evaluate.sets``)."""
 
-    KEY = "evaluate.sets"
+    provides = frozenset({PROMPTS, REFERENCE_ANSWERS})
+
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        config = run.config
+        if config.iterations or config.sft.max_steps or not config.evaluate.sets:
+            raise ConfigError(
+                f"task.name: {config.task.name!r} has no problems, so it is only for the evaluation"
+                f" of {SETS_KEY}, with iterations=0 and sft.max_steps=0; choose a task"
+            )
+        super().check(options, run)
+
+    @classmethod
+    def model_spec(cls, config: Any) -> ModelSpec:
+        return {}
+
+    @classmethod
+    def task_size(cls, config: Any, processor: Any) -> TaskSize:
+        return TaskSize(train=0, test=0)
+
+    @classmethod
+    def max_context(cls, config: Any, horizon: int) -> int:
+        return 0
+
+    def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
+        raise NotImplementedError("this task has no problems")
 
 
 def set_class(key: str, settings: SuiteSet) -> tuple[type[ProblemSetEnvironment], Any]:

@@ -75,6 +75,47 @@ def head_logprobs(
     return outputs
 
 
+def top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    num_top: int,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return log-probabilities of tokens, and the most likely tokens, of a head's logits, chunked.
+
+    Args:
+        hidden, weight, targets, temperature, bias, softcap: as for :func:`head_logprobs`.
+        num_top: number ``K`` of most likely tokens.
+
+    Returns:
+        ``[N, 1 + 2 K]`` float32: the log-probability of the target, the ids of the most likely
+        tokens (exact, because they are below ``2 ** 24``), and their log-probabilities.
+    """
+    chunk_size = max(1, MAX_LOGITS // weight.shape[0])
+    parts = [
+        top_of_logits(
+            _capped(_logits(hidden[start : start + chunk_size], weight, bias), softcap),
+            targets[start : start + chunk_size],
+            temperature,
+            num_top,
+        )
+        for start in range(0, len(hidden), chunk_size)
+    ]
+    return torch.cat(parts)
+
+
+def top_of_logits(logits: Tensor, targets: Tensor, temperature: float, num_top: int) -> Tensor:
+    """Return what :func:`top_logprobs` returns, from logits ``[N, V]``."""
+    logprobs = _logprobs(logits, temperature or 1.0)
+    target_logprobs = logprobs.gather(-1, targets[:, None])
+    top = logprobs.topk(num_top, dim=-1)
+    return torch.cat([target_logprobs, top.indices, top.values], dim=-1).float()
+
+
 class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(

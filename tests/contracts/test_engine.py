@@ -264,6 +264,34 @@ def test_what_cannot_be_drawn_does_not_change_log_probs(
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
+def test_given_texts_are_scored_as_generated_ones_or_refused(talker: Tried) -> None:
+    """Texts of several lengths at once, with the most likely tokens of each position."""
+    request = talker.request(range(6))
+    got = talker.answers(request)
+    pairs = [talker.actions_and_logprobs(got[number]) for number in range(6)]
+    lengths = request.steps["prompt_length"].tolist()
+    prompts = [row[:n] for row, n in zip(request.steps["prompt"], lengths, strict=True)]
+    texts = [np.concatenate([p, steps]) for p, (steps, _) in zip(prompts, pairs, strict=True)]
+    if type(talker.engine).score_tokens is Engine.score_tokens:
+        with pytest.raises(DataError, match="does not compute log-probabilities of given texts"):
+            talker.engine.score_tokens(texts, 1.0, 3)
+        return
+    scores = talker.engine.score_tokens([*texts, texts[0][:1]], 1.0, 3)
+    assert [score.top_tokens.shape for score in scores] == [(len(t) - 1, 3) for t in texts] + [
+        (0, 3)
+    ]
+    for score, text, length, (_, logprobs) in zip(scores, texts, lengths, pairs, strict=False):
+        np.testing.assert_allclose(score.logprobs[length - 1 :], logprobs, atol=1e-5)
+        assert (np.diff(score.top_logprobs) <= 0).all()
+        is_top = score.top_tokens == text[1:, None]
+        np.testing.assert_allclose(
+            score.top_logprobs[is_top], score.logprobs[is_top.any(1)], atol=1e-5
+        )
+        assert (score.logprobs <= score.top_logprobs[:, 0] + 1e-5).all()
+    plain = talker.engine.score_tokens(texts[:1], 1.0, 0)[0]
+    np.testing.assert_allclose(plain.logprobs, scores[0].logprobs, atol=1e-5)
+
+
 SEEDS = (1, 2, 3)
 
 

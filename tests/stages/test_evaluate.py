@@ -30,6 +30,7 @@ def test_lost_episodes_have_no_weight_in_the_score(
         score=lambda trajectories, counts: scores,
         num_eval_samples=lambda requested: requested,
         sample_weights=lambda trajectories: [1.0] * len(trajectories),
+        evaluation_info=lambda trajectory: {},
     )
     monkeypatch.setattr(stages.evaluate, "eval_environment", lambda ctx: environment)
     monkeypatch.setattr(stages.evaluate, "get_engine", lambda *_: None)

@@ -19,11 +19,17 @@ class PolicySampler(Sampler):
     """A sampler that returns log-probabilities of softmax(z / temperature) before truncation.
 
     vLLM itself offers those of softmax(z) or those after truncation. Greedy rows use temperature 1.
+    So do prompts (``prompt_logprobs``), which are scored outside of :meth:`forward`.
     """
+
+    _temperature = None
 
     def forward(self, logits, sampling_metadata: SamplingMetadata, *args, **kwargs):  # type: ignore[no-untyped-def]
         self._temperature = sampling_metadata.temperature
-        return super().forward(logits, sampling_metadata, *args, **kwargs)
+        try:
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
+        finally:
+            self._temperature = None
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         logits = logits.to(torch.float32)

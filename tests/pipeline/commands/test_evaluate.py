@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 import pipeline.commands.evaluate
 from pipeline.commands.cli import app
 from pipeline.commands.evaluate import (
-    model_folder,
     named_sets,
     run_evaluation,
     show_comparison,
     show_result,
 )
+from pipeline.commands.experiment import compose_words, run_experiment
 from pipeline.evaluation.results import EvaluationResult
 from rlinf.errors import ConfigError, InputError, InterruptedByUser
 from rlinf.models.causal_lm import CausalLM
@@ -131,9 +131,52 @@ def test_weights_of_a_run_are_evaluated(tiny_run: Path, tmp_path: Path) -> None:
     run, result = run_evaluation(tiny_run, (), [tmp_path / "sums.jsonl"], words)
     assert result.sets["sums"].num_problems == 3
     assert run.name == "evaluate-tiny-sums"
-    assert model_folder(tiny_run, 0) != model_folder(tiny_run, 2)
-    with pytest.raises(InputError, match=r"no version 9 of the weights on disk; available: \[0"):
-        model_folder(tiny_run, 9)
+
+
+def test_problems_that_the_run_was_trained_on_are_counted(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Equal questions count, whatever their white space; both while a run trains and after."""
+    train, test, other = (tmp_path / f"{name}.jsonl" for name in ("train", "test", "other"))
+    write(train, SUMS)
+    write(test, [{"question": "8+8=", "answer": "16"}])
+    spaced = [{**row, "question": f" {row['question']} "} for row in SUMS[:2]]
+    write(other, [*spaced, {"question": "9+9=", "answer": "18"}])
+    words = ["experiment=jsonl_grpo", f"model.path={folder / 'model-0'}", f"run.root={tmp_path}"]
+    words += [f"task.train={train}", f"task.test={test}", "run.name=trained", "iterations=1"]
+    words += ["task.prompt_template='{prompt}'", "rollout.batch_size=1", "rollout.group_size=2"]
+    words += ["rollout.horizon=3", "evaluate.samples=1", "evaluate.every=0", "log.trackers=[]"]
+    words += ["+suite@evaluate.sets.other=data", f"evaluate.sets.other.task.test={other}"]
+    run_experiment(compose_words([*words, "evaluate.sets.other.horizon=3"]))
+    message = "evaluate.sets.other: 2 of 3 held-out problems are training problems (task.train) of"
+    assert f"{message} trained too" in caplog.text
+    caplog.clear()
+    run_evaluation(tmp_path / "trained", (), [other], [f"run.root={tmp_path}", "other.horizon=3"])
+    assert f"{message} trained too" in caplog.text
+    caplog.clear()
+    train.unlink()
+    words = [f"run.root={tmp_path}", "other.horizon=3", "run.name=again"]
+    run_evaluation(tmp_path / "trained", (), [other], words)
+    assert message not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("sumz.horizon=3", "sumz.horizon=3: there is no set 'sumz'; the sets are sums; did you"),
+        ("maths.horizon=3", "maths.horizon=3: there is no set 'maths'; the sets are sums$"),
+        ("sums.horizont=3", "evaluate.sets.sums.horizont: unknown key; did you mean 'horizon'"),
+    ],
+)
+def test_a_misspelt_override_names_the_sets(folder: Path, word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluate(folder, folder / "model-0", word, sets=["sums"])
+
+
+def test_a_stop_string_that_never_matches_is_an_error_of_its_set(folder: Path) -> None:
+    word = "sums.sampling.stop=['x<|endoftext|>']"
+    with pytest.raises(ConfigError, match=r"evaluate.sets.sums.sampling.stop: .*would never match"):
+        evaluate(folder, folder / "model-0", word, "run.name=stop", sets=["sums"])
 
 
 def test_a_damaged_or_missing_result_is_named(folder: Path, tmp_path: Path) -> None:
@@ -165,7 +208,7 @@ def test_nothing_is_written_if_a_file_is_malformed(folder: Path, tmp_path: Path)
     shutil.copy(folder / "sums.jsonl", path)
     path.write_text(path.read_text() + '\n{"question": "1+1="}')
     with pytest.raises(
-        InputError, match=r"task.sets.sums: .*sums.jsonl, line 7: no field 'answer'"
+        InputError, match=r"evaluate.sets.sums: .*sums.jsonl, line 7: no field 'answer'"
     ):
         run_evaluation(folder / "model-0", (), [path], [f"run.root={tmp_path / 'runs'}"])
     assert not (tmp_path / "runs").exists()
@@ -181,7 +224,7 @@ def test_a_response_that_is_too_long_for_the_model_is_an_error_of_its_set(
     suites = [f"gpqa_diamond={tmp_path / 'gpqa.jsonl'}"]
     words = [f"run.root={tmp_path}", "gpqa_diamond.horizon=8", "gpqa_diamond.samples_per_problem=1"]
     words += ['gpqa_diamond.task.prompt_template="{prompt}"', "model.max_model_len=512"]
-    message = r"^sums.horizon: prompts of up to \d+ tokens and 512 new"
+    message = r"^evaluate.sets.sums.horizon: prompts of up to \d+ tokens and 512 new"
     with pytest.raises(ConfigError, match=message):
         run_evaluation(folder / "model-0", suites, [folder / "sums.jsonl"], words)
     # The longest prompt and the longest response are in different sets, and both fit.

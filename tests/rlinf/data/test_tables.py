@@ -74,6 +74,25 @@ def test_rows_in_verl_layout_are_problems(write: Any, tmp_path: Path) -> None:
     assert problems[7].location == f"{path}, row 8"
 
 
+def test_a_folder_of_parquet_files_has_their_rows_in_the_order_of_the_names(
+    tmp_path: Path,
+) -> None:
+    for number, rows in ((1, VERL_ROWS[6:]), (0, VERL_ROWS[:6])):
+        write_parquet(tmp_path / f"train-{number:05d}-of-00002.parquet", rows)
+    problems = JsonlEnvironment.load_problems(JsonlConfig(test=tmp_path, **VERL), "test")
+    assert [problem.answer for problem in problems] == [str(2 * i) for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    "names", [("train-00000-of-00001", "test-00000-of-00001"), ("train", "test")]
+)
+def test_the_files_of_several_splits_are_not_joined(names: tuple[str, str], tmp_path: Path) -> None:
+    for name in names:
+        write_parquet(tmp_path / f"{name}.parquet", VERL_ROWS)
+    with pytest.raises(DataError, match=r"holds the files of several splits: test, train; move"):
+        JsonlEnvironment.load_problems(JsonlConfig(test=tmp_path, **VERL), "test")
+
+
 def test_a_table_is_converted_once_and_only_the_user_may_have_written_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

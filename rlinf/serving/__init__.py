@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP endpoint of an engine."""
