@@ -262,9 +262,13 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="The version with the best held-out score")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with LoRA: only the adapters, for PEFT")
+    ] = False,
 ) -> None:
-    """Copy weights of a run to a Hugging Face model folder."""
-    from pipeline.commands.results import best_version, export_weights
+    """Copy weights of a run to a model folder with a model card."""
+    from pipeline.commands.export import export_adapter, export_weights
+    from pipeline.commands.results import best_version
 
     if best and weights_version is not None:
         raise ConfigError("--best and --version exclude each other: use one of them")
@@ -272,7 +276,8 @@ def export(
     if best:
         weights_version, score = best_version(folder)
         note = f" (after iteration {weights_version}, the best held-out score: {score:.3g})"
-    typer.echo(f"version {export_weights(folder, target, weights_version)}{note} in {target}")
+    export = export_adapter if adapter else export_weights
+    typer.echo(f"version {export(folder, target, weights_version)}{note} in {target}")
 
 
 @app.command()

@@ -12,32 +12,17 @@ import pytest
 from pipeline.commands.experiment import run_experiment
 from rlinf.artifacts import read_manifest
 from rlinf.channels.record_files import RecordFileReader
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.conftest import TINY
+from tests.pipeline.helpers import language_model, problem_file
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
 Compose = Callable[..., dict[str, Any]]
 
 
 def test_problems_from_a_file_with_a_local_checkpoint(compose: Compose, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    alphabet = "".join(map(chr, range(32, 127))) + "\n"
-    config = CausalLMConfig(
-        architecture="llama", hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64
-    )
-    CausalLM.create(config, {"alphabet": alphabet}, 0, model)
-    problems = tmp_path / "problems.jsonl"
-    lines = [
-        {
-            "question": f"Tom has {i} apples and buys {i}. How many?",
-            "answer": f"{i}+{i}\n#### {2 * i}",
-        }
-        for i in range(20)
-    ]
-    problems.write_text("\n".join(map(json.dumps, lines[:12])))
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("\n".join(map(json.dumps, lines[12:])))
+    model = language_model(tmp_path / "model")
+    problems = problem_file(tmp_path / "problems.jsonl")
+    held_out = problem_file(tmp_path / "held_out.jsonl", 8, start=12)
     small = [word for word in TINY if "model." not in word and "sft" not in word]
     values = compose(
         "iterations=1",
