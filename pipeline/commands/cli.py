@@ -200,6 +200,17 @@ def report(folder: RunFolder) -> None:
 
 
 @app.command()
+def data(
+    run_or_experiment: RunOrOverrides,
+    prompts: Annotated[int, typer.Option(min=0, help="Number of prompts of each set")] = 2,
+) -> None:
+    """Show columns of data files and the first prompts, rendered."""
+    from pipeline.commands.show_data import show_data
+
+    show_data(run_or_experiment, prompts)
+
+
+@app.command()
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A model folder, or a run directory")],
     overrides: Annotated[
