@@ -218,6 +218,7 @@ class TrackioConfig(Section):
     """Keys of ``log.trackio``. None of them changes a result."""
 
     project: str = "rlinf"
+    """Project that the run belongs to."""
     name: str | None = None
     """Name of the run there, which must be unique in its project. Null: ``run.name`` and the first
     digits of the run's id."""
