@@ -28,8 +28,9 @@ from pipeline.console import create_console, format_duration, format_number, for
 from pipeline.graph import StageNode
 from pipeline.metrics import headline_metrics, read_metrics, step_unit
 from pipeline.run import Run
+from pipeline.transcripts import read_samples, select_samples, shorten
 from rlinf.artifacts import Manifest
-from rlinf.config import json_digest
+from rlinf.config import json_digest, validate
 from rlinf.errors import (
     ConfigError,
     InterruptedByUser,
@@ -37,7 +38,8 @@ from rlinf.errors import (
     RunLockedError,
     RunStopped,
 )
-from rlinf.track import open_trackers
+from rlinf.track import LogConfig, open_trackers
+from rlinf.track.trackers import LoggedSample
 from slurm.jobs import current_job_id
 from stages.flow import EVALUATE, flow_of
 from stages.layout import METRICS_FILE, TRACKED_FILE
@@ -272,7 +274,8 @@ class RateEstimate:
 
 
 class TrackerCallback:
-    """Forwards the metrics of each finished iteration to the configured trackers exactly once.
+    """Forwards the metrics of each finished iteration to the configured trackers exactly once, and
+    some of the samples.
 
     A digest of the metrics is written to the run before they are forwarded. A restarted driver, or
     one that rebuilds a damaged result, therefore does not forward the same metrics twice.
@@ -280,6 +283,7 @@ class TrackerCallback:
 
     def __init__(self, run: Run) -> None:
         self._sinks = open_trackers(run.config.log, run.folder, run.config)
+        self._run, self._settings = run.folder, validate(LogConfig, run.config.log, "log")
         self._file = run.folder / TRACKED_FILE
         is_unrecorded = not self._file.exists() and (run.folder / METRICS_FILE).exists()
         self._recorded_digests = set[str]() if is_unrecorded else _read_lines(self._file)
@@ -298,17 +302,42 @@ class TrackerCallback:
             self._log(node.iteration, {"evaluate/score": manifest.metrics["score"]})
 
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
-        self._log(iteration + 1, _to_floats(metrics))
+        is_new = self._log(iteration + 1, _to_floats(metrics))
+        if is_new and self._settings.samples and iteration % self._settings.samples_every == 0:
+            self._log_samples(iteration)
 
     def close(self) -> None:
         """Flush and close the trackers."""
         for sink in self._sinks:
             sink.close()
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._record(step, metrics):
+    def _log(self, step: int, metrics: dict[str, float]) -> bool:
+        """Forward metrics that are new; returns whether they are."""
+        is_new = self._record(step, metrics)
+        if is_new:
             for sink in self._sinks:
                 sink.log(step, metrics)
+        return is_new
+
+    def _log_samples(self, iteration: int) -> None:
+        """Forward some samples of an iteration; none if the task has no texts, or if their files
+        were removed."""
+        candidates = [s for s in read_samples(self._run, iteration) if s.text is not None]
+        if not candidates:
+            return
+        samples = [
+            LoggedSample(
+                iteration=iteration + 1,
+                sample=sample.number,
+                score=sample.score,
+                prompt=shorten(sample.prompt),
+                response=shorten(sample.text or ""),
+                answer=shorten(sample.answer),
+            )
+            for sample in select_samples(candidates, self._settings.samples)
+        ]
+        for sink in self._sinks:
+            sink.log_samples(iteration + 1, samples)
 
     def _record(self, step: int, metrics: dict[str, float]) -> bool:
         """Record the digest of metrics; returns whether it is new."""

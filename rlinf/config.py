@@ -341,8 +341,9 @@ class CheckpointSection(Section):
     keep_every: int = Field(default=0, ge=0)
     """Also keep each version divisible by this number; 0: none."""
     keep_best: int = Field(default=1, ge=0)
-    """Also keep the weights of this many versions with the highest held-out scores; 0: none.
-    Has no effect unless versions between the first and the last are evaluated."""
+    """Also keep the weights of this many versions with the highest held-out scores, and with
+    ``trainer.lora`` their checkpoints; 0: none. Has no effect unless versions between the first and
+    the last are evaluated."""
     keep_trajectories: int = Field(default=5, ge=1)
     """Number of iterations whose trajectories are kept, besides the first."""
 

@@ -184,7 +184,7 @@ class CodeSnapshot(_Strict):
         names = {name for names in stages.values() for name in names}
         modules = {name: _parse_module(name).digests for name in sorted(names) if ":" not in name}
         files = {
-            n: _data_digest(_file_path(config, n))
+            n: _data_digest(data_file_path(config, n))
             for n in sorted(names)
             if n.startswith(FILE_PREFIX)
         }
@@ -266,7 +266,7 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
         run, stage, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size)
     )
     for name in code.stages.get(stage, ()):
-        if name in code.files and _data_digest(_file_path(config, name)) != code.files[name]:
+        if name in code.files and _data_digest(data_file_path(config, name)) != code.files[name]:
             raise CodeIdentityError(
                 f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} has changed since "
                 "this run was started. Nothing was written; put it back, or start the run again"
@@ -384,7 +384,8 @@ def _is_data_file(section: str, text: str) -> bool:
         return False
 
 
-def _file_path(config: RunConfig, name: str) -> Path:
+def data_file_path(config: RunConfig, name: str) -> Path:
+    """Return the path of a data file, by its name in a snapshot (``file:section.key``)."""
     section, _, key = name.removeprefix(FILE_PREFIX).partition(".")
     return Path(dict(_text_options(_options(config, section)))[key]).expanduser()
 

@@ -58,6 +58,11 @@ class RetentionPolicy:
         self._search_range = SEARCH_WINDOW + max(num_newest, self._num_record_iterations)
         self._scores = evaluation_scores(self._flow, run)
         self._best = best_versions(self._scores, self._settings.keep_best)
+        self._stages_of_best = {self._flow.publish_stage}
+        """Stages whose outputs stay for the versions with the best scores."""
+        if (config.trainer.model_extra or {}).get("lora"):
+            # The published weights have the adapters merged; only checkpoints have them alone.
+            self._stages_of_best.add(self._flow.train_stage)
 
     def should_keep(self, stage: str, iteration: int) -> bool:
         """Return whether the output of a stage of this or an earlier iteration stays on disk.
@@ -74,7 +79,7 @@ class RetentionPolicy:
             return True
         if self._settings.keep_every and version % self._settings.keep_every == 0:
             return True
-        return stage == self._flow.publish_stage and version in self._best
+        return stage in self._stages_of_best and version in self._best
 
     def expired_outputs(self) -> list[Path]:
         """Return the output folders whose data must be removed now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from rlinf.data.trajectory import StepRewards, Trajectory, loss_mask
 from rlinf.envs.base import Environment, score_trajectories
 from rlinf.rewards.base import Reward, rewards_per_step
 from stages.context import StageContext
+from stages.evaluate import scores_by_task
 from stages.factory import WEIGHTS, create_algorithm, get_environment, get_reward
 
 
@@ -102,6 +103,7 @@ def run(ctx: StageContext) -> None:
         return ctx.inputs["initial"].data_folder / WEIGHTS
 
     scores = list[float]()
+    scores_of_tasks, sums_of_tasks = (defaultdict[str, list[float]](list) for _ in range(2))
     reward_sums, group_ids, included = [], [], list[bool]()
     failure_counts = Counter[str]()
     for samples in ctx.chunks():
@@ -116,6 +118,12 @@ def run(ctx: StageContext) -> None:
             output.put(step_rewards.to_record())
             included.append(step_rewards.is_included)
         scores += [score for score in batch.task_scores if not np.isnan(score)]
+        if batch.task_scores:
+            for task, task_scores in scores_by_task(trajectories, batch.task_scores).items():
+                scores_of_tasks[task] += task_scores
+        valid_sums = np.where(batch.valid, batch.reward_sums, np.nan).tolist()
+        for task, sums in scores_by_task(trajectories, valid_sums).items():
+            sums_of_tasks[task] += sums
         # The means below leave out trajectories without a reward.
         reward_sums.append(batch.reward_sums[batch.valid])
         group_ids.append(batch.group_ids[batch.valid])
@@ -131,5 +139,8 @@ def run(ctx: StageContext) -> None:
         ctx.log_metric("group_std", float(np.mean(group_stds)), weight=len(group_stds))
     if scores:
         ctx.log_metric("score", float(np.mean(scores)), weight=len(scores))
+    for name, by_task in (("score", scores_of_tasks), ("mean", sums_of_tasks)):
+        for task, values in by_task.items():
+            ctx.log_metric(f"{name}/{task}", float(np.mean(values)), weight=len(values))
     ctx.log_metric("used_fraction", float(np.mean(included)), weight=count)
     ctx.log_counts(failure_counts, count, "samples")

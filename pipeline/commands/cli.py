@@ -218,6 +218,17 @@ def report(folder: RunFolder) -> None:
 
 
 @app.command()
+def data(
+    run_or_experiment: RunOrOverrides,
+    prompts: Annotated[int, typer.Option(min=0, help="Number of prompts of each set")] = 2,
+) -> None:
+    """Show columns of data files and the first prompts, rendered."""
+    from pipeline.commands.show_data import show_data
+
+    show_data(run_or_experiment, prompts)
+
+
+@app.command()
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A model folder, or a run directory")],
     overrides: Annotated[
@@ -307,9 +318,13 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="The version with the best held-out score")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with LoRA: only the adapters, for PEFT")
+    ] = False,
 ) -> None:
-    """Copy weights of a run to a Hugging Face model folder."""
-    from pipeline.commands.results import best_version, export_weights
+    """Copy weights of a run to a model folder with a model card."""
+    from pipeline.commands.export import export_adapter, export_weights
+    from pipeline.commands.results import best_version
 
     if best and weights_version is not None:
         raise ConfigError("--best and --version exclude each other: use one of them")
@@ -317,7 +332,8 @@ def export(
     if best:
         weights_version, score = best_version(folder)
         note = f" (after iteration {weights_version}, the best held-out score: {score:.3g})"
-    typer.echo(f"version {export_weights(folder, target, weights_version)}{note} in {target}")
+    export = export_adapter if adapter else export_weights
+    typer.echo(f"version {export(folder, target, weights_version)}{note} in {target}")
 
 
 @app.command()

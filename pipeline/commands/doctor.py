@@ -65,6 +65,7 @@ PACKAGES = {
     "tensorboard": "core",
     "wandb": "wandb",
     "mlflow": "mlflow",
+    "trackio": "trackio",
     "vllm": "vllm",
     "deepspeed": "deepspeed",
     "megatron": "megatron",

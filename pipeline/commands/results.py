@@ -1,11 +1,10 @@
-"""The results of a run: metrics and trajectories for notebooks, exported weights, demonstrations.
+"""The results of a run: metrics, weights and trajectories for notebooks, and demonstrations.
 
 Demonstrations are converted between LeRobot's format and trajectories.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from rlinf.data.episodes import intervened_episodes
 from rlinf.data.record import Record, to_array
 from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.errors import DataError, InputError
-from rlinf.verified_io import copy_file
 from stages.flow import EVALUATE
 from stages.layout import CONFIG_FILE, setup_stage_folder, stage_folder
 from stages.retention import best_weights
@@ -209,34 +207,6 @@ def best_version(folder: Path) -> tuple[int, float]:
             f"choose a --version: {available}"
         )
     return best.version, best.score
-
-
-def export_weights(folder: Path, to: Path, version: int | None) -> int:
-    """Copy a version's policy folder to a new folder; returns the version.
-
-    Raises:
-        InputError: no such version, or the target exists.
-        ArtifactError: the weights on disk are damaged.
-    """
-    run = Run.open(folder)
-    versions = weight_versions(run.folder)
-    if not versions:
-        raise InputError(f"{folder}: no weights yet")
-    selected = max(versions) if version is None else version
-    if selected not in versions:
-        available = ", ".join(str(number) for number in sorted(versions))
-        raise InputError(f"--version {selected}: not on disk; available: {available}")
-    if to.exists() and not to.is_dir():
-        raise InputError(f"{to}: is a file; choose a new folder")
-    if to.exists() and any(to.iterdir()):
-        raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
-    policy_folder = verified_data_folder(versions[selected]) / "weights"
-    shutil.copytree(policy_folder, to, dirs_exist_ok=True, copy_function=_copy_verified)
-    return selected
-
-
-def _copy_verified(source: str, target: str) -> None:
-    copy_file(Path(source), Path(target))
 
 
 TRAJECTORY_FILES = "trajectories-*.h5"

@@ -34,7 +34,7 @@ from stages.layout import setup_stage_folder, stage_folder
 RESULT_FILE = "evaluation.json"
 """The file with the results, in the run directory."""
 FORMAT = 1
-PROTOCOL_KEYS_LEFT_OUT = frozenset({"train", "test", "grader_workers", "timeout_s"})
+PROTOCOL_KEYS_LEFT_OUT = frozenset({"train", "train_sets", "test", "grader_workers", "timeout_s"})
 """Keys of a set's task that are no part of its protocol: places, and limits of the grader. The
 contents of the test file, and of the file with few-shot examples, are part of it."""
 CROSS_CHECK_METRICS = (CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS)

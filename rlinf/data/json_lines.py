@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from rlinf.data.tables import convert_table, is_table, saved_splits
 from rlinf.errors import DataError, name_key_in_memory_errors
 from rlinf.yaml_file import check_is_file, not_utf8_error
 
+log = logging.getLogger("rlinf")
 T = TypeVar("T")
 BOM = b"\xef\xbb\xbf"
 """Byte-order mark with which some editors begin a UTF-8 file; it is skipped."""
@@ -99,15 +101,16 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         self.digest = self._file.digest
 
         def build_columns() -> dict[str, np.ndarray]:
+            if is_large:
+                log.info("%s: checking all rows of %s; this is done once", key, path)
             columns = vars(self._build_index(row_text, observe))
             self._reject_change()  # Otherwise the cache key would be the digest of other bytes.
             return columns
 
         address = f"{self.digest} {settings}"
+        is_large = self._file.size >= MIN_CACHED_BYTES
         with name_key_in_memory_errors(key):
-            columns = cached_arrays(
-                "rows", address, build_columns, use_file=self._file.size >= MIN_CACHED_BYTES
-            )
+            columns = cached_arrays("rows", address, build_columns, use_file=is_large)
         self._index = JsonLinesIndex(**columns)
         self._flags = self._index.flags
         self._rows = np.arange(len(self._index.offsets))
@@ -127,11 +130,18 @@ class JsonLinesFile(Sequence[T], Generic[T]):
             view: JsonLinesFile[T] = object.__new__(JsonLinesFile)
             vars(view).update(vars(self), _rows=self._rows[index])
             return view
+        return self._read_row(index)[1]
+
+    def read_object(self, index: int) -> dict[str, Any]:
+        """Return the JSON object of a row, with all of its fields."""
+        return self._read_row(index)[0]
+
+    def _read_row(self, index: int) -> tuple[dict[str, Any], T]:
         row = int(self._rows[index])
         start, size = int(self._index.offsets[row]), int(self._index.sizes[row])
         line = os.pread(self._file.fd, size, start)
         self._reject_change()
-        return self._parse_line(line, int(self._index.lines[row]))[1]
+        return self._parse_line(line, int(self._index.lines[row]))
 
     @property
     def digests(self) -> np.ndarray:
@@ -279,15 +289,18 @@ class _OpenFile:
 
 
 def count_overlap(
-    train: Sequence[T], test: Sequence[T], row_text: Callable[[T], str] = repr
+    training_sets: Sequence[Sequence[T]], test: Sequence[T], row_text: Callable[[T], str] = repr
 ) -> tuple[int, int]:
-    """Return how many rows of ``test`` are also in ``train``, and the length of ``test``.
+    """Return how many rows of ``test`` are also in a training set, and the length of ``test``.
 
     Args:
         row_text: text of a row, if the rows are not a :class:`JsonLinesFile`.
     """
-    train_digests, test_digests = (_digests_of(rows, row_text) for rows in (train, test))
-    return int(np.isin(test_digests, train_digests).sum()), len(test)
+    test_digests = _digests_of(test, row_text)
+    is_known = np.zeros(len(test), bool)
+    for rows in training_sets:
+        is_known |= np.isin(test_digests, _digests_of(rows, row_text))
+    return int(is_known.sum()), len(test)
 
 
 def _digests_of(rows: Sequence[T], row_text: Callable[[T], str]) -> np.ndarray:

@@ -53,9 +53,10 @@ class ConversationsConfig(ProblemSetConfig):
     """JSON-lines file of training conversations."""
     test: Path
     """JSON-lines file of test conversations."""
-    messages_field: str = "messages"
-    """Field with a list of messages: ``role`` (system, user, assistant) and ``content``. The last
-    message is the assistant's."""
+    messages_field: str | None = None
+    """Field with a list of messages: ``role`` and ``content``, or ``from`` and ``value`` as in
+    ShareGPT. The last message is the assistant's. Null: ``messages``, ``conversations`` or
+    ``conversation``, or ``prompt`` and ``completion`` together as in TRL, whichever a row has."""
     train_on: Literal["all", "last"] = "all"
     """Train on all of the assistant's messages, or on the last one only."""
     max_length: int = Field(default=4096, gt=0)

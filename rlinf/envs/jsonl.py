@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory, accepted_answers
 from rlinf.envs.problem_set import (
     ChatProblem,
+    ProblemSet,
     ProblemSetConfig,
     ProblemSetEnvironment,
     Split,
@@ -25,13 +28,29 @@ from rlinf.rewards.math_grader import MathGrader, count_outcomes
 from rlinf.rewards.math_normalization import UnparsableAnswerError
 from rlinf.rewards.math_parsing import extract_answer
 
+SET_NAME = r"^[A-Za-z0-9_-]+$"
+"""Pattern of the names of training sets, which are parts of metrics and keys."""
+
+
+class TrainingSetConfig(Section):
+    """One of several files with training problems."""
+
+    train: Path
+    """The file, as for ``task.train``."""
+    weight: float = Field(default=1.0, gt=0)
+    """Relative frequency of its problems."""
+
 
 class JsonlConfig(ProblemSetConfig):
     """The data files and their fields."""
 
     train: Path | None = None
     """JSON-lines file, Parquet file or saved Hugging Face data set with training problems. None:
-    the task is only for evaluation."""
+    those of ``train_sets``, or the task is only for evaluation."""
+    train_sets: dict[Annotated[str, Field(pattern=SET_NAME)], TrainingSetConfig] = {}
+    """Several files with training problems, by name, instead of ``train``. Problems are drawn by
+    the weights of their files. Each set has metrics of its own: ``reward/score/NAME`` and
+    ``reward/mean/NAME``."""
     test: Path
     """The same with test problems."""
     prompt_field: str = "question"
@@ -50,6 +69,12 @@ class JsonlConfig(ProblemSetConfig):
     counts as wrong and is reported. After 64 such responses in a row the rest of the batch is
     skipped."""
 
+    @model_validator(mode="after")
+    def _check_training_sets(self) -> JsonlConfig:
+        if self.train is not None and self.train_sets:
+            raise ValueError("train_sets replaces train; leave one of them out")
+        return self
+
     @field_validator("info_fields")
     @classmethod
     def _check_info_fields(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -58,6 +83,12 @@ class JsonlConfig(ProblemSetConfig):
                 f"every trajectory has a {min(reserved)!r} of its own; rename the field"
             )
         return value
+
+
+def _read_file(config: JsonlConfig, path: Path, key: str) -> Sequence[ChatProblem]:
+    """Return the problems of a file that a key names."""
+    fields = config.prompt_field, config.answer_field
+    return read_problems(path, *fields, key, config.info_fields)
 
 
 class JsonlEnvironment(ProblemSetEnvironment):
@@ -70,10 +101,17 @@ class JsonlEnvironment(ProblemSetEnvironment):
     @classmethod
     def load_problems(cls, config: JsonlConfig, split: Split) -> Sequence[ChatProblem]:
         path = config.train if split == "train" else config.test
-        if path is None:
-            return ()
-        fields = config.prompt_field, config.answer_field
-        return read_problems(path, *fields, f"task.{split}", config.info_fields)
+        return () if path is None else _read_file(config, path, f"task.{split}")
+
+    @classmethod
+    def training_sets(cls, config: JsonlConfig) -> dict[str, ProblemSet]:
+        if not config.train_sets:
+            return super().training_sets(config)
+        keys = {name: f"task.train_sets.{name}.train" for name in config.train_sets}
+        return {
+            name: ProblemSet(_read_file(config, part.train, keys[name]), keys[name], part.weight)
+            for name, part in config.train_sets.items()
+        }
 
     @classmethod
     def model_spec(cls, config: JsonlConfig) -> ModelSpec:

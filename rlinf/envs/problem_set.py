@@ -25,6 +25,7 @@ from rlinf.data.json_lines import JsonLinesFile, count_overlap
 from rlinf.data.record import RecordId, Scalar
 from rlinf.data.trajectory import ANSWER_SEPARATOR, Trajectory, accepted_answers
 from rlinf.envs.base import RolloutRequest, TaskSize
+from rlinf.envs.problem_mixture import ProblemMixture
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, did_you_mean, name_key_in_memory_errors
 from rlinf.models.chat_format import split_thought
@@ -33,6 +34,12 @@ from rlinf.rewards.math_extraction import ReasoningTags
 from rlinf.seeding import generator
 
 ROLES = ("system", "user", "assistant")
+ROLE_ALIASES = {"human": "user", "gpt": "assistant", "developer": "system", "model": "assistant"}
+"""Roles by their names in other dialects of chat data, such as ShareGPT's."""
+ROLE_FIELDS, CONTENT_FIELDS = ("role", "from"), ("content", "value")
+"""Names of the fields of a message, by dialect."""
+MESSAGES_FIELDS = ("messages", "conversations", "conversation")
+"""Names of the field with the messages of a conversation, by dialect."""
 PROMPT_PLACEHOLDER = "{prompt}"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages that may hold the assistant's reasoning."""
@@ -112,9 +119,13 @@ def read_problems(
     )
 
 
-def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatProblem]:
+def read_conversations(path: Path, field: str | None, key: str) -> JsonLinesFile[ChatProblem]:
     """Return the conversations of a JSON-lines file, each read when it is used. The last message of
     a conversation is its answer and its demonstration.
+
+    Args:
+        field: name of the field with the messages. None: the one of :data:`MESSAGES_FIELDS` that
+            a row has, or the fields ``prompt`` and ``completion`` together, as in TRL.
 
     Raises:
         DataError: as :func:`read_problems`, or a conversation does not end with a message of the
@@ -122,10 +133,10 @@ def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatPr
     """
 
     def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> ChatProblem:
-        messages = _parse_messages(_field(item, field, "messages_field", prefix), prefix, field)
+        messages, name = _conversation(item, field, prefix)
         if [m["role"] for m in messages[-2:]] != ["user", "assistant"]:
             raise DataError(
-                f"{prefix}: {field!r} does not end with the assistant answering the user, so there "
+                f"{prefix}: {name!r} does not end with the assistant answering the user, so there "
                 "is no last answer to learn"
             )
         last = messages.pop()["content"]
@@ -134,6 +145,21 @@ def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatPr
     return JsonLinesFile(
         path, key, parse, settings=f"conversations {field!r}", row_text=question_text
     )
+
+
+def _conversation(
+    item: dict[str, Any], field: str | None, prefix: str
+) -> tuple[list[Mapping[str, str]], str]:
+    """Return the messages of a row, and the name of the field that they end in."""
+    option = "messages_field"
+    if field is None and "prompt" in item and "completion" in item:
+        completion = item["completion"]
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        messages = _parse_messages(_field(item, "prompt", option, prefix), prefix, "prompt")
+        return messages + _parse_messages(completion, prefix, "completion"), "completion"
+    name = field or next((name for name in MESSAGES_FIELDS if name in item), MESSAGES_FIELDS[0])
+    return _parse_messages(_field(item, name, option, prefix), prefix, name), name
 
 
 def question_text(problem: ChatProblem) -> str:
@@ -222,19 +248,35 @@ def _parse_messages(value: Any, prefix: str, field: str) -> list[Mapping[str, st
     messages: list[Mapping[str, str]] = []
     for i, message in enumerate(value):
         name = f"{field}[{i}]"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        keys = [
+            next((key for key in keys if isinstance(message, dict) and key in message), None)
+            for keys in (ROLE_FIELDS, CONTENT_FIELDS)
+        ]
+        if None in keys:
             raise DataError(f"{prefix}: {name!r} is {_excerpt(message)}; expected role and content")
-        role, content = message["role"], message["content"]
+        role, content = (message[key] for key in keys)
+        role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
         if role not in ROLES or (role == "system" and i):
             raise DataError(
                 f"{prefix}: {name!r} has the role {_excerpt(role)}; expected user or assistant, or "
                 "system for the first"
             )
+        content = _join_text_parts(content)
         if not isinstance(content, str):
             raise DataError(f"{prefix}: the content of {name!r} is {_excerpt(content)}, not a text")
-        content = _prepend_reasoning(message, content, prefix, name)
+        content = _prepend_reasoning({**message, "role": role}, content, prefix, name)
         messages.append({"role": role, "content": _check_not_empty(content, prefix, name)})
     return messages
+
+
+def _join_text_parts(content: Any) -> Any:
+    """Return the text of a list of text parts (``{"type": "text", "text": ...}``); any other
+    content unchanged."""
+    is_list_of_texts = isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+    return "".join(part["text"] for part in content) if is_list_of_texts else content
 
 
 def _prepend_reasoning(message: Mapping[str, Any], content: str, prefix: str, name: str) -> str:
@@ -358,6 +400,8 @@ class RenderedDataset(Generic[T]):
         """Number of tokens of the longest item within the limit."""
         self.total = 0
         """Number of items, including those above the limit."""
+        self.first_omitted: tuple[int, int] | None = None
+        """Index of the problem of the first item above the limit, and its number of tokens."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -377,6 +421,8 @@ class RenderedDataset(Generic[T]):
         tokens = arrays["tokens"]
         self._places, self.total = arrays["places"][tokens <= max_tokens], len(tokens)
         self.longest = int(tokens[tokens <= max_tokens].max(initial=0))
+        if len(omitted := np.flatnonzero(tokens > max_tokens)):
+            self.first_omitted = int(arrays["places"][omitted[0], 0]), int(tokens[omitted[0]])
 
     def take(self, indices: Sequence[int]) -> list[T]:
         """Return items by index among the items within the limit."""
@@ -428,6 +474,17 @@ def _chunks(problems: Sequence[ChatProblem]) -> Iterator[tuple[list[int], list[C
             chunk, size = [], 0
 
 
+@dataclass(frozen=True)
+class ProblemSet:
+    """One of the sets that training problems are drawn from."""
+
+    problems: Sequence[ChatProblem]
+    key: str
+    """Configuration key that names the set."""
+    weight: float = 1.0
+    """Relative frequency of its problems."""
+
+
 class ProblemSetEnvironment(PromptEnvironment):
     """A task with a fixed set of problems."""
 
@@ -437,10 +494,9 @@ class ProblemSetEnvironment(PromptEnvironment):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self._epoch: tuple[tuple[int, int], np.ndarray] | None = None
-        """The current epoch, as (seed, epoch), and its order of the training problems."""
-        training = self.load_problems(config, "train")
-        examples, training = training[: config.num_fewshot], training[config.num_fewshot :]
+        training = self.training_sets(config)
+        first = next(iter(training), "")
+        examples = training[first].problems[: config.num_fewshot] if training else ()
         self._fewshot_messages = [
             message
             for problem in examples
@@ -449,10 +505,30 @@ class ProblemSetEnvironment(PromptEnvironment):
                 {"role": "assistant", "content": problem.reply},
             )
         ]
-        self._prompt_sets: dict[str, RenderedDataset[RenderedProblem]] = {}
-        if len(training) or config.num_fewshot:
-            self._prompt_sets["train"] = self._load(training, "task.train")
-        self._prompt_sets["test"] = self._load(self.load_problems(config, "test"), "task.test")
+        self._training: dict[str, RenderedDataset[RenderedProblem]] = {}
+        """Training problems by the name of their set."""
+        for name, training_set in training.items():
+            problems = training_set.problems
+            if name == first:
+                problems = problems[config.num_fewshot :]
+            if len(training_set.problems) or config.num_fewshot:
+                self._training[name] = self._load(problems, training_set.key)
+        self._mixture: ProblemMixture | None = None
+        """The order of training problems; None: the task is only for evaluation."""
+        if self._training:
+            sizes = {name: len(dataset) for name, dataset in self._training.items()}
+            self._mixture = ProblemMixture(sizes, {n: part.weight for n, part in training.items()})
+        self._test = self._load(self.load_problems(config, "test"), "task.test")
+
+    @classmethod
+    def training_sets(cls, config: Any) -> dict[str, ProblemSet]:
+        """Return the sets of training problems by name; by default one without a name. A task that
+        is only for evaluation has none, or an empty one.
+
+        Raises:
+            DataError: as :meth:`load_problems`.
+        """
+        return {"": ProblemSet(cls.load_problems(config, "train"), "task.train")}
 
     @classmethod
     @abstractmethod
@@ -466,9 +542,8 @@ class ProblemSetEnvironment(PromptEnvironment):
 
     @classmethod
     def train_test_overlap(cls, config: Any) -> tuple[int, int]:
-        return count_overlap(
-            cls.load_problems(config, "train"), cls.load_problems(config, "test"), question_text
-        )
+        training = [training_set.problems for training_set in cls.training_sets(config).values()]
+        return count_overlap(training, cls.load_problems(config, "test"), question_text)
 
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
@@ -485,12 +560,19 @@ class ProblemSetEnvironment(PromptEnvironment):
 
     def num_problems(self, split: Split) -> int:
         """Return the number of problems whose prompts are within the limit."""
-        return len(self._prompt_sets.get(split, ()))
+        return sum(map(len, self._training.values())) if split == "train" else len(self._test)
 
     @property
     def longest_prompt(self) -> int:
         """Number of tokens of the longest prompt."""
-        return max(prompts.longest for prompts in self._prompt_sets.values())
+        return max(prompts.longest for prompts in (*self._training.values(), self._test))
+
+    def prompt_sets(self) -> dict[str, RenderedDataset[RenderedProblem]]:
+        """Return the problems within the limit by configuration key of their set, training sets
+        first."""
+        keys = {name: part.key for name, part in self.training_sets(self.config).items()}
+        training = {keys[name]: dataset for name, dataset in self._training.items()}
+        return {**training, "task.test": self._test}
 
     def final_answer(self, trajectory: Trajectory) -> str | None:
         """Return the final answer of a response in a normalised form, so that equal answers are
@@ -499,29 +581,41 @@ class ProblemSetEnvironment(PromptEnvironment):
         return None
 
     def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
-        """Return training problems without replacement, in a new order for each epoch, or the first
-        test problems."""
-        problems = self._prompt_sets[request.split]
+        """Return training problems without replacement, in a new order for each epoch of their set
+        (:class:`rlinf.envs.problem_mixture.ProblemMixture`), or the first test problems."""
         if request.split == "test":
-            return problems.take([group % len(problems) for group in request.group_ids])
-        indices = []
-        for group in request.group_ids:
-            epoch, position = divmod(request.iteration * request.num_groups + group, len(problems))
-            indices.append(int(self._epoch_order(request.seed, epoch)[position]))
-        return problems.take(indices)
+            return self._test.take([group % len(self._test) for group in request.group_ids])
+        start = request.iteration * request.num_groups
+        return self._draw(request.seed, [start + group for group in request.group_ids])
+
+    def _draw(self, seed: int, draws: Sequence[int]) -> list[RenderedProblem]:
+        """Return the training problems of some draws (see :meth:`ProblemMixture.locate`). If there
+        are several sets, ``info`` has the name of the problem's set, ``task``."""
+        assert self._mixture is not None, "a run without training problems is rejected"
+        places = [self._mixture.locate(seed, draw) for draw in draws]
+        problems: dict[int, RenderedProblem] = {}
+        for name, dataset in self._training.items():
+            rows = [row for row, place in enumerate(places) if place[0] == name]
+            for row, problem in zip(rows, dataset.take([places[r][1] for r in rows]), strict=True):
+                info = {**problem.info, "task": name} if name else problem.info
+                problems[row] = replace(problem, info=info)
+        return [problems[row] for row in range(len(draws))]
 
     def reasoning_tags(self) -> ReasoningTags:
         """Return the tags of reasoning in responses. The chat template may already have written the
         opening tag."""
         tags = ReasoningTags()
-        prompt = self._prompt_sets["test"][0].rendered
+        prompt = self._test[0].rendered
         return replace(tags, starts_open=tags.ends_with_open_tag(prompt))
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
-        problems = self._prompt_sets["train"]
-        # The name is "jsonl" for all tasks, so that older runs give the same results when resumed.
-        random = generator(seed, "jsonl", "demonstration", step)
-        prompts = problems.take(random.integers(len(problems), size=count).tolist())
+        if "" in self._training:
+            problems = self._training[""]
+            # The address is "jsonl" for all tasks, so that older runs give the same results.
+            random = generator(seed, "jsonl", "demonstration", step)
+            prompts = problems.take(random.integers(len(problems), size=count).tolist())
+        else:
+            prompts = self._draw(seed, range(step * count, (step + 1) * count))
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
         replies = self.encode(self._demonstration_texts(prompts))
         end_token = self.chat_format.end_of_turn_token_id
@@ -565,6 +659,8 @@ class ProblemSetEnvironment(PromptEnvironment):
             lambda chunk: list(enumerate(self._render_problems(chunk, key))),
             lambda prompt: prompt.num_tokens,
         )
+        if len(problems) >= DISK_CACHE_MIN_PROBLEMS:
+            log.info("%s: counting the tokens of %d prompts", key, len(problems))
         with name_key_in_memory_errors(key):
             dataset.filter_by_length(max_tokens, self._cache_key(problems, dataset))
         if not len(dataset):
@@ -572,14 +668,17 @@ class ProblemSetEnvironment(PromptEnvironment):
                 f"{key}: all {len(problems)} prompts, from {problems[0].location} on, are longer "
                 f"than task.max_prompt_length={max_tokens}"
             )
-        if len(dataset) < len(problems):
+        if dataset.first_omitted is not None:
+            row, num_tokens = dataset.first_omitted
             log.warning(
                 "%s: %d of %d problems are left out: their prompts are longer than "
-                "task.max_prompt_length=%d",
+                "task.max_prompt_length=%d; the first is %s with %d tokens",
                 key,
                 len(problems) - len(dataset),
                 len(problems),
                 max_tokens,
+                problems[row].location,
+                num_tokens,
             )
         return dataset
 
@@ -667,13 +766,6 @@ class ProblemSetEnvironment(PromptEnvironment):
         if message["role"] != "assistant":
             return message["content"].strip()
         return split_thought(message["content"], self.chat_format.thinking_marks)[1]
-
-    def _epoch_order(self, seed: int, epoch: int) -> np.ndarray:
-        if self._epoch is None or self._epoch[0] != (seed, epoch):
-            count = len(self._prompt_sets["train"])
-            order = generator(seed, "jsonl", "epoch", epoch).permutation(count)
-            self._epoch = ((seed, epoch), order)
-        return self._epoch[1]
 
     def _prompt_messages(self, problem: ChatProblem) -> list[ChatMessage]:
         """Return the messages of a prompt: system message, few-shot examples, and the problem."""

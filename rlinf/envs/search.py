@@ -196,7 +196,8 @@ class SearchEnvironment(DialogueEnvironment):
 
     @classmethod
     def train_test_overlap(cls, config: SearchConfig) -> tuple[int, int]:
-        return count_overlap(*load_questions(config), question_key)
+        train, test = load_questions(config)
+        return count_overlap([train], test, question_key)
 
     @classmethod
     def task_size(cls, config: SearchConfig, processor: Any) -> TaskSize:

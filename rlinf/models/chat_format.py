@@ -269,6 +269,14 @@ class ChatFormat:
         return {**message, **fields, "content": answer}
 
     @property
+    def argument_names(self) -> set[str]:
+        """Names of the arguments that the template uses; none without a template."""
+        if self.template is None:
+            return set()
+        known = RESERVED_VARIABLES | set(self.tokenizer.special_tokens_map)
+        return template_variables(self.template, PATH_KEY) - known
+
+    @property
     def _variables(self) -> dict[str, Any]:
         names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
         return {**names, **self.template_kwargs}

@@ -11,7 +11,9 @@ The names of its parameters say how a function is called:
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +21,6 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from rlinf.config import Section
-from rlinf.data.record import Scalar
 from rlinf.data.trajectory import Trajectory, accepted_answers
 from rlinf.errors import ConfigError, InputError
 from rlinf.registry import PROMPTS, RunComponents, import_user_attribute
@@ -172,7 +173,11 @@ def _trl_columns(rows: Sequence[Mapping[str, Any]], *, conversational: bool) -> 
 
 
 def _verl_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
-    extra: dict[str, Scalar] = {**row}
+    """Return the arguments of verl's form. ``extra_info`` has all values of the row, and those of
+    its field ``extra_info``."""
+    extra: dict[str, Any] = {**row}
+    with contextlib.suppress(ValueError, TypeError):
+        extra |= json.loads(row.get("extra_info", ""))  # fields that are no scalars are JSON
     return {
         **row,
         "data_source": row.get("data_source", ""),

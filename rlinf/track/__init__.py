@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import RlinfError
 from rlinf.registry import Registry
-from rlinf.track.trackers import FailSafeTracker, MlflowConfig, Tracker, WandbConfig
+from rlinf.track.trackers import (
+    FailSafeTracker,
+    MlflowConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 
 trackers = Registry(
     "tracker",
@@ -19,6 +24,7 @@ trackers = Registry(
         "tensorboard": "rlinf.track.trackers:TensorBoardTracker",
         "wandb": "rlinf.track.trackers:WandbTracker",
         "mlflow": "rlinf.track.trackers:MlflowTracker",
+        "trackio": "rlinf.track.trackers:TrackioTracker",
     },
     base="rlinf.track.trackers:Tracker",
 )
@@ -30,10 +36,16 @@ class LogConfig(Section):
     trackers: tuple[str, ...] = ()
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    samples: int = Field(default=8, ge=0)
+    """Number of training samples that trackers get as a table: the worst, the best and truncated
+    ones. 0: none."""
+    samples_every: int = Field(default=10, gt=0)
+    """Iterations between two such tables; the first iteration has one too."""
 
     @model_validator(mode="after")
     def _reject_unused_settings(self) -> LogConfig:
-        for name in ("wandb", "mlflow"):
+        for name in ("wandb", "mlflow", "trackio"):
             if name in self.model_fields_set and name not in self.trackers:
                 raise ValueError(
                     f"{name} has settings, but log.trackers does not name it; add {name} there, or "
@@ -42,14 +54,16 @@ class LogConfig(Section):
         return self
 
 
-def open_trackers(section: Mapping[str, Any], run: Path, config: RunConfig) -> list[Tracker]:
+def open_trackers(
+    section: Mapping[str, Any], run: Path, config: RunConfig
+) -> list[FailSafeTracker]:
     """Open the trackers of a run's section ``log``; leave out those that fail, with a warning.
 
     Raises:
         ConfigError: a tracker is unknown.
         MissingPackageError: the package of a tracker is not installed.
     """
-    opened: list[Tracker] = []
+    opened: list[FailSafeTracker] = []
     for index, name in enumerate(validate(LogConfig, section, "log").trackers):
         tracker_class = trackers.get(name, f"log.trackers.{index}")
         try:

@@ -1,4 +1,4 @@
-"""Built-in trackers: Weights & Biases (offline by default), MLflow and TensorBoard."""
+"""Built-in trackers: Weights & Biases (offline by default), MLflow, Trackio and TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,19 +7,44 @@ import json
 import logging
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import yaml
 
-from rlinf.config import RunConfig, Section, redact, select_semantic, validate
+from rlinf.config import RunConfig, Section, redact, validate
 from rlinf.errors import ConfigError, MissingPackageError
 
 STEP_METRIC = "iteration"
 """The x-axis of all metrics."""
 OFFLINE = "offline"
+SAMPLES = "samples"
+"""Name of the table of samples."""
 log = logging.getLogger("rlinf")
+
+
+@dataclass(frozen=True)
+class LoggedSample:
+    """A training sample as trackers show it; its fields are the columns of the table."""
+
+    iteration: int
+    """Counted from 1."""
+    sample: int
+    """Index of the sample in its iteration."""
+    score: float
+    prompt: str
+    response: str
+    answer: str
+    """The reference answer, or an empty text."""
+
+
+SAMPLE_COLUMNS = tuple(field.name for field in fields(LoggedSample))
+
+
+def _table_rows(samples: Sequence[LoggedSample]) -> list[list[Any]]:
+    return [list(asdict(sample).values()) for sample in samples]
 
 
 class WandbConfig(Section):
@@ -50,7 +75,7 @@ class WandbTracker:
     """The module to import, and the extra that installs it."""
 
     def __init__(self, run: Path, config: RunConfig) -> None:
-        wandb = _import_wandb()
+        self._wandb = wandb = _import_wandb()
         name, run_id = run_name_and_id(run)
         options = _options(config)
         mode = options.effective_mode
@@ -65,6 +90,8 @@ class WandbTracker:
             dir=str(run),
             resume="allow",
             config=settings_of_run(run, config),
+            # A run may be resumed with other settings.
+            allow_val_change=True,
             # Do not continue another run of this process.
             reinit="create_new",
         )
@@ -95,6 +122,10 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # W&B's own step only increases, but evaluations arrive later than their iteration.
         self._run.log({**metrics, STEP_METRIC: step})
+
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=_table_rows(samples))
+        self._run.log({SAMPLES: table, STEP_METRIC: step})
 
     def close(self) -> None:
         self._run.finish()
@@ -174,8 +205,64 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)
 
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        columns = zip(*_table_rows(samples), strict=True)
+        data = {name: list(column) for name, column in zip(SAMPLE_COLUMNS, columns, strict=True)}
+        self._mlflow.log_table(data, f"{SAMPLES}.json")  # appends to the table
+
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+class TrackioConfig(Section):
+    """Keys of ``log.trackio``. None of them changes a result."""
+
+    project: str = "rlinf"
+    """Project that the run belongs to."""
+    name: str | None = None
+    """Name of the run there, which must be unique in its project. Null: ``run.name`` and the first
+    digits of the run's id."""
+    group: str | None = None
+    """Group of runs."""
+    space_id: str | None = None
+    """Hugging Face Space that shows the run. Null: ``TRACKIO_SPACE_ID``, else a local folder."""
+
+
+class TrackioTracker:
+    """One Trackio run per run directory, in a local database unless a Space is named."""
+
+    package = ("trackio", "trackio")
+
+    def __init__(self, run: Path, config: RunConfig) -> None:
+        try:
+            import trackio
+        except ImportError:
+            raise MissingPackageError("trackio", "trackio", "log.trackers: trackio") from None
+        options = validate(TrackioConfig, config.log.get("trackio", {}), "log.trackio")
+        name, run_id = run_name_and_id(run)
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=options.project,
+            name=options.name or f"{name}-{run_id[:8]}",
+            group=options.group,
+            space_id=options.space_id,
+            config=settings_of_run(run, config),
+            resume="allow",
+            embed=False,
+            # The manifests of stages record the usage of all nodes; the driver's own is small.
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        table = self._trackio.Table(columns=list(SAMPLE_COLUMNS), data=_table_rows(samples))
+        self._run.log({SAMPLES: table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class TensorBoardTracker:
@@ -194,15 +281,29 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._open_writer()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        writer = self._open_writer()
+        for number, sample in enumerate(samples):
+            # Indented text is shown as it is, because TensorBoard renders Markdown.
+            text = f"score {sample.score:g}, answer {sample.answer}\n\n" + textwrap.indent(
+                f"{sample.prompt}\n---\n{sample.response}", "    ", lambda line: True
+            )
+            writer.add_text(f"{SAMPLES}/{number}", text, step)
+        writer.flush()
+
+    def _open_writer(self) -> Any:
         if self._writer is None:
             is_new = not self._folder.exists()
             self._writer = self._create_writer(str(self._folder))
             if is_new:
                 text = yaml.safe_dump(self._settings, sort_keys=False)
                 self._writer.add_text("settings", textwrap.indent(text, "    "))
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:
@@ -211,7 +312,8 @@ class TensorBoardTracker:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A destination of metrics; a class may also have ``package`` and ``check`` (WandbTracker)."""
+    """A destination of metrics. A class may also have ``package``, ``check`` and ``log_samples``
+    (see :class:`WandbTracker`)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an iteration; ``step`` counts iterations from 1."""
@@ -236,19 +338,18 @@ def run_name_and_id(run: Path) -> tuple[str, str]:
 
 
 def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
-    """Return all settings in effect that can change a result, by section, from ``run.json``.
+    """Return all settings in effect by section, defaults included, from ``run.json``.
 
-    If ``run.json`` has no settings (runs of earlier versions), those of ``config`` are returned.
-    Possible secrets are hidden.
+    If ``run.json`` has no settings (runs of earlier versions), those of ``config`` that can change
+    a result are returned. Possible secrets are hidden.
     """
     try:
         settings = json.loads((run / "run.json").read_bytes()).get("settings")
     except (OSError, ValueError, AttributeError):
         settings = None
-    settings_in_effect = (
-        select_semantic(settings) if isinstance(settings, dict) else config.semantic_values()
+    redacted: dict[str, Any] = redact(
+        settings if isinstance(settings, dict) else config.semantic_values()
     )
-    redacted: dict[str, Any] = redact(settings_in_effect)
     return redacted
 
 
@@ -262,11 +363,16 @@ class FailSafeTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._call_tracker(lambda tracker: tracker.log(step, metrics))
 
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        """Forward samples, if the tracker accepts them."""
+        if hasattr(self._tracker, "log_samples"):
+            self._call_tracker(lambda tracker: tracker.log_samples(step, samples))
+
     def close(self) -> None:
         self._call_tracker(lambda tracker: tracker.close())
         self._tracker = None
 
-    def _call_tracker(self, call: Callable[[Tracker], None]) -> None:
+    def _call_tracker(self, call: Callable[[Any], None]) -> None:
         if self._tracker is None:
             return
         try:

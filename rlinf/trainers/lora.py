@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,18 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rlinf.config import Section
-from rlinf.errors import ConfigError, did_you_mean, require_package
+from rlinf.errors import ConfigError, DataError, did_you_mean, require_package
 from rlinf.models.base import Policy
 from rlinf.sharded_tensors import local_rows, local_shard
+from rlinf.trainers.sharded_checkpoint import read_full_tensors
 
 ADAPTER_NAME = "default"
 """Part of the names of all adapter parameters in PEFT."""
+CHECKPOINT_PREFIX = "model/"
+"""Prefix of the names of weights and adapters in the checkpoints of trainers."""
+PEFT_PREFIX = "base_model.model."
+"""Prefix of the names of adapters in PEFT's folders."""
+PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class LoRAConfig(Section):
@@ -132,6 +139,46 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
                     f"{key}: {name} shares its weight with another layer, so nothing can be merged "
                     "into it; leave it out"
                 )
+
+
+def write_adapter_folder(checkpoint: Path, target: Path, settings: LoRAConfig, base: str) -> None:
+    """Write the adapters of a trainer's checkpoint as a folder that PEFT and vLLM load.
+
+    Args:
+        checkpoint: a checkpoint of any trainer.
+        target: an existing folder.
+        base: hub name or path of the model that the adapters belong to.
+
+    Raises:
+        DataError: the checkpoint has no adapters, or is no checkpoint.
+    """
+    require_package("peft", "peft", "--adapter")
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    suffix = f".{ADAPTER_NAME}.weight"
+    factors = {
+        name.removeprefix(CHECKPOINT_PREFIX): tensor
+        for name, tensor in read_full_tensors(checkpoint, CHECKPOINT_PREFIX).items()
+        if ".lora_" in name and name.endswith(suffix)
+    }
+    if not factors:
+        raise DataError(f"{checkpoint}: has no adapters")
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
+        # Full names, because the last part of a name may also be that of a layer without adapter.
+        target_modules=sorted({name.rpartition(".lora_")[0] for name in factors}),
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    tensors = {
+        f"{PEFT_PREFIX}{name.removesuffix(suffix)}.weight": tensor
+        for name, tensor in factors.items()
+    }
+    save_file(tensors, target / PEFT_WEIGHTS_FILE, metadata={"format": "pt"})
+    config.save_pretrained(str(target))
 
 
 @torch.no_grad()

@@ -185,6 +185,26 @@ def read_shards(
         raise DataError(f"{folder}: not a state of this trainer: {prefix}{error}") from error
 
 
+@torch.no_grad()
+def read_full_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Return the full tensors whose names in the files begin with a prefix, float32, by name.
+
+    Raises:
+        DataError: there are no such files, or they are not complete.
+        ArtifactError: committed files are damaged.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            reader = _StateReader(folder, stack)
+            tensors = {name: torch.empty(shape) for name, shape in reader.shapes(prefix).items()}
+            for name, tensor in tensors.items():
+                reader.request(name, ShardPlacement(tuple(tensor.shape), 0), tensor)
+            reader.fill()
+    except (SafetensorError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}: not a state of a trainer: {error}") from error
+    return tensors
+
+
 def _placement_of(value: Tensor, placement: ShardPlacement | None) -> ShardPlacement | None:
     """Return the placement of a tensor's part; None if all ranks have the full tensor."""
     if placement is not None or not is_sharded(value):
@@ -242,6 +262,14 @@ class _StateReader:
 
     def has(self, name: str) -> bool:
         return name in self._placements
+
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the full tensors whose names begin with a prefix, by name."""
+        return {
+            name: parts[0][1].shape
+            for name, parts in sorted(self._placements.items())
+            if name.startswith(prefix)
+        }
 
     def request(self, name: str, placement: ShardPlacement, part: Tensor) -> None:
         """Request a part of a tensor; :meth:`fill` then reads it into ``part``."""

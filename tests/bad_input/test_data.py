@@ -68,7 +68,7 @@ FILES: list[tuple[str, bytes, list[str]]] = [
     ("texts", question_line("hello"), ["line 2: 'question[0]'", "role and content"]),
     ("no-role", question_line({"content": "a"}), ["line 2: 'question[0]'", "role"]),
     ("no-content", question_line({"role": "user"}), ["line 2: 'question[0]'", "content"]),
-    ("other-role", question_line(by("human", "a")), ["line 2: 'question[0]'", '"human"']),
+    ("other-role", question_line(by("robot", "a")), ["line 2: 'question[0]'", '"robot"']),
     ("role-number", question_line(by(1, "a")), ["line 2: 'question[0]'", "role 1"]),
     ("late-system", question_line(by("user", "a"), by("system", "b")), ["line 2: 'question[1]'"]),
     ("only-system", question_line(by("system", "a")), ["line 2", "no message of the user"]),
@@ -91,12 +91,22 @@ def test_a_bad_file_is_refused_by_its_line(
     refused(base("jsonl", {f"task.{split}": str(path)}), f"task.{split}", str(path), *words)
 
 
+def sets(**part: Any) -> dict[str, Any]:
+    """One training set instead of the file."""
+    return {"task.train": None, "task.train_sets": {"a": part}}
+
+
 SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("no-file", {"task.train": "/no.jsonl"}, ["task.train", "no file /no.jsonl"]),
     ("folder", {"task.train": "/tmp"}, ["task.train", "/tmp is a folder"]),
     ("device", {"task.test": "/dev/zero"}, ["task.test", "not a regular file"]),
     ("empty-path", {"task.train": ""}, ["task.train"]),
     ("number-path", {"task.train": 5}, ["task.train"]),
+    ("two-ways", {"task.train_sets": {"a": {"train": "/a"}}}, ["task.train_sets replaces train"]),
+    ("set-weight", sets(train="/a", weight=0), ["task.train_sets.a.weight", "greater than 0"]),
+    ("set-file", sets(weight=1), ["task.train_sets.a.train"]),
+    ("set-key", sets(train="/a", wieght=1), ["task.train_sets.a.wieght", "'weight'"]),
+    ("set-missing", sets(train="/no.jsonl"), ["task.train_sets.a.train", "no file /no.jsonl"]),
     ("null-path", {"task.train": None}, ["task.train"]),
     ("missing-path", {"task.train": GONE}, ["task.train"]),
     ("no-field", {"task.prompt_field": "problem"}, ["task.train", "line 1", "task.prompt_field"]),

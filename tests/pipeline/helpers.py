@@ -64,6 +64,32 @@ def run_here(words: list[str]) -> None:
         run_experiment(compose([force_add(word) for word in words]))
 
 
+def language_model(folder: Path, **options: Any) -> Path:
+    """Write a language model of two small layers, whose tokenizer knows the printable characters
+    of ASCII; returns the folder."""
+    from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+
+    folder.mkdir(parents=True)
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64}
+    config = CausalLMConfig.model_validate({"architecture": "llama", **sizes, **options})
+    alphabet = "".join(map(chr, range(32, 127))) + "\n"
+    CausalLM.create(config, {"alphabet": alphabet}, 0, folder)
+    return folder
+
+
+def problem_file(path: Path, count: int = 12, start: int = 0) -> Path:
+    """Write a file of problems with answers; returns the file."""
+    rows = [
+        {
+            "question": f"Tom has {i} apples and buys {i}. How many?",
+            "answer": f"{i}+{i}\n#### {2 * i}",
+        }
+        for i in range(start, start + count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
 def start_driver(
     words: list[str], log: Path, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:

@@ -48,7 +48,7 @@ def test_a_run_leaves_everything_a_user_looks_for(reference: Path) -> None:
 def test_the_result_is_an_ordinary_model_folder(reference: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pipeline.commands.results import export_weights
+    from pipeline.commands.export import export_weights
 
     assert export_weights(reference, tmp_path / "out", None) == 2
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

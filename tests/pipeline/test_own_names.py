@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.commands.experiment import compose
-from pipeline.commands.results import export_weights
+from pipeline.commands.export import export_weights
 from pipeline.commands.status import read_status
 from pipeline.plan import Plan
 from pipeline.planning.profile.profile_pass import clone_run

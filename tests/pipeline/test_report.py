@@ -22,15 +22,10 @@ from pipeline.commands.experiment import prepare_run, run_experiment
 from pipeline.commands.status import read_status
 from pipeline.health_checks import run_warnings
 from pipeline.report import write_report
-from pipeline.report.data import (
-    TranscriptSample,
-    read_report_data,
-    read_samples,
-    select_samples,
-    transcript_columns,
-)
+from pipeline.report.data import read_report_data, transcript_columns
 from pipeline.report.page import redact_yaml, stage_table, summary_tiles
 from pipeline.run import Run
+from pipeline.transcripts import TranscriptSample, read_samples, select_samples
 from rlinf import package_paths
 from rlinf.artifacts import content_digest, prune_output, read_manifest
 from rlinf.channels.record_files import read_records, write_records

@@ -119,10 +119,11 @@ def test_the_report_shows_them_with_changes_first(tiny_run: Path, tmp_path: Path
     assert "secret-word" not in text
 
 
-def test_trackers_are_given_what_can_change_a_result(tiny_run: Path) -> None:
+def test_trackers_are_given_every_key(tiny_run: Path) -> None:
     given = settings_of_run(tiny_run, Run.open(tiny_run).config)
     assert given["algorithm"]["clip_ratio_high"] == 0.2
-    assert {"run", "cluster", "log"}.isdisjoint(given)
+    assert given["cluster"]["max_retries"] == 2
+    assert dict(flatten(given)).keys() == dict(flatten(record(tiny_run)["settings"])).keys()
 
 
 def test_tensorboard_has_them_as_text(tiny_run: Path, tmp_path: Path) -> None:

@@ -104,6 +104,16 @@ def test_the_best_weights_are_always_on_disk(steps: list[tuple[int, int]], best:
         assert made.on_disk("train") == newest | pending, "of the best the weights alone stay"
 
 
+def test_adapters_of_the_best_weights_stay_too(tmp_path: Path) -> None:
+    plain = config_of(keep_last=1)
+    trainer = type(plain.trainer).model_validate({"name": "any", "lora": {"rank": 4}})
+    made = Made(tmp_path, plain.model_copy(update={"trainer": trainer}))
+    for iteration in range(6):
+        made.publish(iteration)
+        made.evaluate(iteration + 1, float(iteration == 1))
+    assert made.on_disk("train") == made.on_disk("sync") == {2, 5, 6}
+
+
 def test_weights_that_were_the_best_long_ago_are_removed(tmp_path: Path) -> None:
     made = Made(tmp_path, config_of(keep_last=1))
     made.publish(0)

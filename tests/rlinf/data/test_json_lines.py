@@ -132,8 +132,10 @@ def test_memory_that_has_no_room_is_named_by_the_key(tmp_path: Path) -> None:
 def test_rows_in_both_files_are_counted(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [{"a": row} for row in range(9)])
     test = write(tmp_path / "test.jsonl", [{"a": row} for row in (3, 12, 4, 4)])
-    assert count_overlap(rows_of(train), rows_of(test)) == (3, 4)
-    assert count_overlap(rows_of(train)[:4], rows_of(test)) == (1, 4)
+    assert count_overlap([rows_of(train)], rows_of(test)) == (3, 4)
+    assert count_overlap([rows_of(train)[:4]], rows_of(test)) == (1, 4)
+    assert count_overlap([rows_of(train)[:4], rows_of(train)[4:]], rows_of(test)) == (3, 4)
+    assert count_overlap([], rows_of(test)) == (0, 4)
 
 
 DAMAGES: dict[str, Callable[[Path, dict[str, np.ndarray]], object]] = {

@@ -187,9 +187,67 @@ def test_long_conversations_are_left_out_and_counted(
         task(tmp_path, talks, max_length=3).test_demonstrations(9)
 
 
+DIALECTS: dict[str, dict[str, Any]] = {
+    "sharegpt": {
+        "conversations": [
+            {"from": "system", "value": "be kind"},
+            {"from": "human", "value": "hello"},
+            {"from": "gpt", "value": "there"},
+        ]
+    },
+    "parts": {
+        "messages": [
+            {"role": "developer", "content": "be kind"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+            },
+            {"role": "model", "content": "there"},
+        ]
+    },
+    "trl": {
+        "prompt": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}],
+        "completion": [{"role": "assistant", "content": "there"}],
+    },
+    "mixed": {
+        "conversation": [
+            {"role": "system", "value": "be kind"},
+            {"from": "user", "content": "hello"},
+            {"from": "assistant", "value": "there"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dialects_of_chat_data_mean_the_same(tmp_path: Path, dialect: str) -> None:
+    def demonstration(row: Any) -> Any:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(row))
+        config = ConversationsConfig(train=path, test=path)
+        (found,) = ConversationsEnvironment(config, PROCESSOR).test_demonstrations(1)
+        return found.to_record().digest()
+
+    expected = demonstration({"messages": talk("be kind", [("hello", "there")])})
+    assert demonstration(DIALECTS[dialect]) == expected
+
+
+def test_prompt_and_completion_may_be_texts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "hello", "completion": "there"}))
+    config = ConversationsConfig(train=path, test=path)
+    (problem,) = ConversationsEnvironment.load_problems(config, "train")
+    assert (problem.messages[0]["content"], problem.answer) == ("hello", "there")
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        (
+            {"prompt": "a", "completion": [{"role": "user", "content": "b"}]},
+            "'completion' does not",
+        ),
+        ({"messages": [{"role": "user"}]}, r"'messages\[0\]' is .*; expected role and content"),
         ({"messages": talk(None, [("a", "b")])[:1]}, "line 1: 'messages' does not end with"),
         ({"messages": talk(None, [("a", "b")])[1:]}, "line 1: 'messages' does not end with"),
         ({"message": []}, r"no field 'messages'; did you mean 'message'.*task\.messages_field"),

@@ -318,3 +318,52 @@ def test_a_data_column_must_be_there_and_have_a_name_of_its_own(tmp_path: Path) 
         make(tmp_path, info_fields=("level",))
     with pytest.raises(ValueError, match="every trajectory has a 'text' of its own"):
         make(tmp_path, info_fields=("text",))
+
+
+def mixed(tmp_path: Path, **options: Any) -> JsonlEnvironment:
+    sets = {}
+    for name, weight in (("sums", 3.0), ("facts", 1.0)):
+        path = tmp_path / f"{name}.jsonl"
+        rows = [{"question": f"{name} {i}", "answer": str(i)} for i in range(4)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+        sets[name] = {"train": path, "weight": weight}
+    test = write(tmp_path / "test.jsonl")
+    return JsonlEnvironment(JsonlConfig(train_sets=sets, test=test, **options), Words())
+
+
+def test_files_with_weights_are_mixed_and_named(tmp_path: Path) -> None:
+    task = mixed(tmp_path)
+    request = RolloutRequest(0, 0, "train", range(1000), 1000, 1, 8, 1.0)
+    prompts = task.prompts(request)
+    assert Counter(p.info["task"] for p in prompts) == {"sums": 750, "facts": 250}
+    assert all(p.text.startswith(f"{p.info['task']} ") for p in prompts)
+    later = RolloutRequest(0, 7, "train", [3, 1], 100, 1, 8, 1.0)
+    assert task.prompts(later) == [prompts[703], prompts[701]]
+    assert [p.info for p in task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))] == [{}]
+    assert task.num_problems("train") == 8
+    assert len(task.demonstrations(0, 3, 5)) == 5
+
+
+def test_few_shot_examples_are_from_the_first_file(tmp_path: Path) -> None:
+    chat = Words()
+    chat.chat_template = CHAT
+    config = mixed(tmp_path).config.model_copy(update={"num_fewshot": 1})
+    task = JsonlEnvironment(config, chat)
+    prompts = task.prompts(RolloutRequest(0, 0, "train", range(40), 40, 1, 8, 1.0))
+    assert all("<user> sums 0 <assistant> 0 " in p.model_input for p in prompts)
+    assert "sums 0" not in {p.text for p in prompts}
+    assert task.num_problems("train") == 7
+
+
+def test_overlap_counts_all_training_files(tmp_path: Path) -> None:
+    task = mixed(tmp_path)
+    config = task.config.model_copy(update={"test": tmp_path / "facts.jsonl"})
+    assert JsonlEnvironment.train_test_overlap(config) == (4, 4)
+
+
+def test_train_and_train_sets_exclude_each_other(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl")
+    with pytest.raises(ValueError, match="train_sets replaces train"):
+        JsonlConfig.model_validate(
+            {"train": path, "test": path, "train_sets": {"a": {"train": path}}}
+        )

@@ -36,6 +36,13 @@ def compute_score(
     return {"score": float(solution_str == ground_truth) * extra_info["level"], "acc": 1}
 
 
+def compute_indexed_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> float:
+    assert data_source == "openai/gsm8k"
+    return float(extra_info["index"]) + float(solution_str == ground_truth)
+
+
 def needs_more(completion: str, levels: int) -> float:
     return float(levels)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
+from rlinf.envs.problem_set import read_problems
 from rlinf.errors import ConfigError, InputError, UserCodeError
 from rlinf.rewards.base import RewardResources
 from rlinf.rewards.function import FunctionReward, FunctionRewardConfig
@@ -64,6 +66,31 @@ def test_the_parameters_say_how_a_function_is_called(
     name: str, options: dict[str, Any], expected: list[float | None]
 ) -> None:
     assert totals(name, **options) == expected
+
+
+def test_a_function_of_verl_gets_the_nested_fields_of_its_rows(tmp_path: Path) -> None:
+    """A file in verl's layout, from its rows to the arguments of the function."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "1+1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"index": i, "split": "train"},
+        }
+        for i in range(3)
+    ]
+    file = tmp_path / "verl.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    fields = ("data_source", "extra_info")
+    problems = read_problems(file, "prompt", "reward_model.ground_truth", "task.train", fields)
+    samples = [
+        replace(item, text="1", answer=problem.answer, extra=dict(problem.info))
+        for item, problem in zip(trajectories(), problems, strict=True)
+    ]
+    config = validate(FunctionRewardConfig, {"function": f"{OWN}:compute_indexed_score"}, "reward")
+    results = FunctionReward(config, RewardResources()).compute(samples, [])
+    assert [result.reward for result in results] == [0, 2, 2]
 
 
 def test_several_functions_are_summed_with_their_weights() -> None:

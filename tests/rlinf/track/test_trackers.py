@@ -15,9 +15,30 @@ import pytest
 from pipeline.commands.experiment import run_experiment
 from rlinf.config import RunConfig
 from rlinf.errors import ConfigError
-from rlinf.track.trackers import MlflowTracker, TensorBoardTracker, WandbTracker, settings_of_run
+from rlinf.track.trackers import (
+    LoggedSample,
+    MlflowTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandbTracker,
+    settings_of_run,
+)
 
 Compose = Callable[..., dict[str, Any]]
+
+
+class Table:
+    """Stands for the tables of W&B and Trackio."""
+
+    def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
+        assert all(len(row) == len(columns) for row in data)
+        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
+
+
+SAMPLES = [
+    LoggedSample(1, 5, 0.0, "1+1=", "3", "2"),
+    LoggedSample(1, 7, 1.0, "2+2=", "4", "4"),
+]
 
 
 class Board:
@@ -28,7 +49,7 @@ class Board:
 
     class Run:
         def __init__(self) -> None:
-            self.rows: list[dict[str, float]] = []
+            self.rows: list[dict[str, Any]] = []
             self.step, self.open = -1, True
 
         def define_metric(self, name: str, step_metric: str) -> None:
@@ -68,6 +89,7 @@ def installed(
     """A package ``wandb`` that has but this."""
     module = ModuleType("wandb")
     module.init, module.login = init, login  # type: ignore[attr-defined]
+    module.Table = Table  # type: ignore[attr-defined]
     for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_GROUP"):
         monkeypatch.delenv(name, raising=False)
     module.__spec__ = ModuleSpec("wandb", None, origin=__file__)
@@ -88,6 +110,30 @@ def test_every_score_arrives_and_each_run_has_its_own(
         assert over == [0, 1, 2]
         assert [row[run.over] for row in run.rows if "train/loss" in row] == [1, 2]
         assert not run.open
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_samples_arrive_as_a_table(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    board = Board()
+    installed(monkeypatch, board.init)
+    words = ("log.trackers=[wandb]", "log.samples=3", "log.samples_every=2", "iterations=3")
+    run_experiment(compose(*words))
+    run_experiment(compose(*words, "iterations=4"))
+    tables = [
+        (row[r.over], row["samples"].rows) for r in board.runs for row in r.rows if "samples" in row
+    ]
+    assert [step for step, _ in tables] == [1, 3], "a resumed run sends none again"
+    for step, rows in tables:
+        assert len(rows) == 3
+        for row in rows:
+            assert row["iteration"] == step
+            assert row["prompt"].endswith("=")
+            assert row.keys() == {"iteration", "sample", "score", "prompt", "response", "answer"}
+    board.runs.clear()
+    run_experiment(compose("log.trackers=[wandb]", "log.samples=0", "run.name=none"))
+    assert not [row for r in board.runs for row in r.rows if "samples" in row]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -216,6 +262,73 @@ def test_settings_of_mlflow_reach_it(
     assert not caplog.text
 
 
+def test_mlflow_gets_samples_as_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    monkeypatch.setitem(sys.modules, "mlflow", store)  # type: ignore[arg-type]
+    MlflowTracker(folder, configured()).log_samples(1, SAMPLES)
+    data, name = store.calls["log_table"]
+    assert name == "samples.json"
+    assert data["response"] == ["3", "4"]
+    assert data["iteration"] == [1, 1]
+
+
+class TrackioServer(ModuleType):
+    """Stands for Trackio: settings of the run, and its logged rows."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.Table = Table
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+
+    def init(self, project: str, **wanted: Any) -> TrackioServer:
+        self.wanted = {"project": project, **wanted}
+        return self
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def finish(self) -> None:
+        self.rows.append((-1, {}))
+
+
+def test_settings_of_trackio_reach_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunConfig, "semantic_values", lambda self: {})
+    server = TrackioServer()
+    monkeypatch.setitem(sys.modules, "trackio", server)
+    TrackioTracker(folder, configured())
+    wanted = server.wanted
+    assert (wanted["project"], wanted["name"]) == ("rlinf", "sums-1-01234567")
+    assert wanted["resume"] == "allow"
+    settings = {"project": "sums", "name": "short", "group": "first", "space_id": "me/sums"}
+    tracker = TrackioTracker(folder, configured(trackio=settings))
+    assert {name: server.wanted[name] for name in settings} == settings
+    tracker.log(1, {"train/loss": 0.5})
+    tracker.log_samples(1, SAMPLES)
+    tracker.close()
+    (_, metrics), (step, table), (last, _) = server.rows
+    assert (metrics, step, last) == ({"train/loss": 0.5}, 1, -1)
+    assert [row["response"] for row in table["samples"].rows] == ["3", "4"]
+
+
+def test_a_resumed_run_of_the_real_trackio_is_one_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackio", reason="the extra 'trackio' is not installed")
+    from trackio import utils
+    from trackio.sqlite_storage import SQLiteStorage
+
+    monkeypatch.setattr(RunConfig, "semantic_values", lambda self: {"seed": 3})
+    for step in (1, 2):
+        tracker = TrackioTracker(folder, configured(trackio={"project": "rlinf-test"}))
+        tracker.log(step, {"train/loss": 1 / step})
+        tracker.log_samples(step, SAMPLES)
+        tracker.close()
+    assert str(utils.TRACKIO_DIR).startswith(("/tmp", "/var")), "set TRACKIO_DIR for this test"
+    assert SQLiteStorage.get_runs("rlinf-test") == ["sums-1-01234567"]
+    logs = SQLiteStorage.get_logs("rlinf-test", "sums-1-01234567")
+    assert [row["train/loss"] for row in logs if "train/loss" in row] == [1.0, 0.5]
+
+
 def test_a_resumed_run_of_the_real_mlflow_is_one_run_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,15 +348,18 @@ def test_an_offline_run_of_the_real_wandb_is_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
-    monkeypatch.setattr(RunConfig, "semantic_values", lambda self: {})
     monkeypatch.setenv("HOME", str(folder))
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    tracker = WandbTracker(folder, configured(wandb={"project": "sums", "group": "first"}))
-    tracker.log(1, {"train/loss": 0.5})
-    tracker.close()
-    (written,) = (folder / "wandb").glob("offline-run-*")
-    assert list(written.glob("run-*.wandb"))
+    for step in (1, 2):
+        # The run was resumed with other settings.
+        monkeypatch.setattr(RunConfig, "semantic_values", lambda self, step=step: {"seed": step})
+        tracker = WandbTracker(folder, configured(wandb={"project": "sums", "group": "first"}))
+        tracker.log(step, {"train/loss": 0.5})
+        tracker.log_samples(step, SAMPLES)
+        tracker.close()
+    for written in (folder / "wandb").glob("offline-run-*"):
+        assert list(written.glob("run-*.wandb"))
     with pytest.raises(ConfigError, match="needs a login"):
         WandbTracker.check(configured(wandb={"mode": "online"}))
 
@@ -261,8 +377,12 @@ def test_an_older_step_after_a_resume_erases_nothing(tmp_path: Path) -> None:
     resumed = TensorBoardTracker(tmp_path, config)
     resumed.log(5, {"evaluate/score": 0.5})
     resumed.log(7, {"train/loss": 1 / 7})
+    resumed.log_samples(7, SAMPLES)
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [*range(1, 8)]
     assert [event.step for event in events.Scalars("evaluate/score")] == [5]
+    (text,) = events.Tensors("samples/1/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert shown == "score 1, answer 4\n\n    2+2=\n    ---\n    4"
