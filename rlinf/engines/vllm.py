@@ -21,6 +21,7 @@ from rlinf.engines.in_process import InProcessEngine, restore_process_state
 from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRequest
 from rlinf.engines.server import ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerProcess
+from rlinf.progress import PROGRESS
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension supports only the first model runner
@@ -239,6 +240,7 @@ class VLLMStepDecoder:
         finished: list[tuple[ResumableSample, GeneratedSegment | Exception]] = []
         with self._engine.close_on_error():
             outputs = self._engine.backend.step()
+            PROGRESS.mark()
         for output in outputs:
             segment, (choice,) = self._running[output.request_id], output.outputs
             segment.tokens += choice.token_ids
