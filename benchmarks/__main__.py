@@ -42,6 +42,7 @@ ROWS = {
     "stage_overhead_s": "slurm_jobs",
     "stage_imports_s": "slurm_jobs",
     "snakemake_job_s": "slurm_jobs",
+    "doctor_wall_s": "partition_check",
     "driver_restart_s": "driver_restart",
     "dag_1000_s": "workflow_dry_run",
     "inventory_5000_nodes_s": "inventory",

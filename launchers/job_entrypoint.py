@@ -21,7 +21,13 @@ from types import FrameType
 from typing import Any
 
 from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
-from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
+from rlinf.errors import (
+    EXIT_BAD_ARTIFACT,
+    EXIT_BAD_INPUT,
+    EXIT_NO_PROGRESS,
+    EXIT_REQUEUE,
+    PlanError,
+)
 from slurm.client import run_command
 from slurm.jobs import HET_GROUPS_VARIABLE, STOP_SIGNALS, current_job_id
 from slurm.records import parse_hostnames, parse_node_words
@@ -88,7 +94,8 @@ class ModuleCall:
 def _has_conclusive_code(path: Path) -> bool:
     """Return True if the file has an exit code that explains the failure."""
     try:
-        return json.loads(path.read_text())["code"] in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT)
+        code = json.loads(path.read_text())["code"]
+        return code in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT, EXIT_NO_PROGRESS)
     except (OSError, ValueError, KeyError):
         return False
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT
+from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_NO_PROGRESS
 from slurm.jobs import JobResources, JobStatus
 
 
@@ -87,10 +87,11 @@ MAX_MESSAGE_LINES = 80
 def failure_reason(path: Path, code: int | None) -> str:
     """Return the reason of a process's failure from its log.
 
-    If the exit code means bad input or a damaged artifact, the reason is the error message that the
-    process printed last, maybe after a traceback. Otherwise the reason is the end of the log.
+    If the exit code means bad input, a damaged artifact or no progress, the reason is the error
+    message that the process printed last, maybe after a traceback. Otherwise the reason is the end
+    of the log.
     """
-    if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
+    if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT, EXIT_NO_PROGRESS):
         return log_tail(path)
     lines = log_tail(path, MAX_MESSAGE_LINES).splitlines()
     first = next(

@@ -21,11 +21,17 @@ from pathlib import Path
 from launchers.launcher import JobSpec, failure_reason, log_tail
 from rlinf import process_tuning
 from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
-from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
+from rlinf.errors import (
+    EXIT_BAD_ARTIFACT,
+    EXIT_BAD_INPUT,
+    EXIT_NO_PROGRESS,
+    EXIT_REQUEUE,
+    PlanError,
+)
 from rlinf.package_paths import child_python_path
 from slurm.jobs import CUDA_VISIBLE_DEVICES, JobResources, JobState, JobStatus, visible_gpus
 
-_DOCUMENTED_CODES = (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT, EXIT_REQUEUE)
+_DOCUMENTED_CODES = (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT, EXIT_NO_PROGRESS, EXIT_REQUEUE)
 
 
 @dataclass

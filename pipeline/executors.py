@@ -61,6 +61,9 @@ class InProcessExecutor:
     run: Run
     worker_state: WorkerState = field(default_factory=WorkerState)
     should_stop: Callable[[], bool] = lambda: False
+    progress_timeout_s: float | None = None
+    """Seconds without progress after which a stage is ended; 0: no limit; None: as in the
+    environment."""
     supports_streaming: bool = False
     interrupt_note: str = "the running stage will start again"
     _ended: dict[StageNode, Outcome] = field(default_factory=dict)
@@ -72,6 +75,7 @@ class InProcessExecutor:
                 config=self.run.config,
                 worker_state=self.worker_state,
                 should_stop=self.should_stop,
+                progress_timeout_s=self.progress_timeout_s,
             )
             outcome = Outcome(0)
         except RlinfError as error:

@@ -19,6 +19,7 @@ from rlinf.interpreters import configured_interpreter, resolve_interpreter, set_
 from slurm.jobs import JobResources
 from slurm.sbatch_options import EnvironmentVariables, OptionText, ShellText
 from stages.flow import Flow
+from stages.progress_watchdog import DEFAULT_TIMEOUT_MIN, TIMEOUT_VARIABLE
 
 if TYPE_CHECKING:
     from slurm.inventory import Inventory, PartitionInventory
@@ -416,7 +417,9 @@ def job_resources(
         extra["env"] = {**extra.get("env", {}), **set_interpreters(site.interpreters)}
     network = {INTERFACE_VARIABLE: cluster.bind_interface} if cluster.bind_interface else {}
     layout = {LAYOUT_VARIABLE: str(plan.layout)} if plan.layout.parallel_dims() else {}
-    env = {**extra.pop("env", {}), **network, **layout, **cluster.env}
+    minutes = cluster.progress_timeout_min or 0
+    deadline = {} if minutes == DEFAULT_TIMEOUT_MIN else {TIMEOUT_VARIABLE: f"{minutes:g}"}
+    env = {**extra.pop("env", {}), **network, **layout, **deadline, **cluster.env}
     if plan.constraint is not None:
         extra["constraint"] = plan.constraint
     return base_resources(plan, interpreter=interpreter, env=env, **extra)
@@ -578,6 +581,10 @@ class ClusterConfig(Section):
     address. Null: the loopback for local launchers, all interfaces for Slurm."""
     driver_reconnect_timeout_s: float = Field(default=600.0, gt=0)
     """How long pools wait for a new driver after theirs failed or was killed, before they exit."""
+    progress_timeout_min: float | None = Field(default=DEFAULT_TIMEOUT_MIN, gt=0)
+    """Minutes without any progress (a token, an environment step, a micro-batch, a record) after
+    which an attempt at a stage is ended and retried; its log then has the stacks of all threads.
+    Waiting for inputs does not count. Null: no limit."""
     driver: DriverJobConfig = DriverJobConfig()
     notify_command: tuple[ShellText, ...] = ()
     """Command, as a list of words, that is called when the run ends. Its last arguments are the

@@ -1,8 +1,8 @@
 """Errors that a user can meet, each with the exit code of its process.
 
 Exit codes are a contract between a stage and its launcher: 0 done, 75 requeue, 65 bad input or
-an error of the user's own code (never retried), 66 an input artifact is damaged (rebuild it).
-Processes with any other exit code are retried as configured.
+an error of the user's own code (never retried), 66 an input artifact is damaged (rebuild it), 70 no
+progress (retried). Processes with any other exit code are retried as configured.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ MIN_FREE_BYTES = 1 << 19
 """A disk with less free space counts as full."""
 EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
+EXIT_NO_PROGRESS = 70
 EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
 """Exit code that a shell reports for a program ended by an interrupt."""
@@ -141,6 +142,12 @@ class WeightTransferError(RlinfError):
 
 class StageError(RlinfError):
     """A stage failed for a reason that is neither bad input nor damage (for example a NaN loss)."""
+
+
+class NoProgressError(StageError):
+    """A stage was alive but completed no step until its deadline. It is retried."""
+
+    exit_code = EXIT_NO_PROGRESS
 
 
 class UserCodeError(InputError):

@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )
                 raise
     except RlinfError as error:
+        # A stage without progress has written its stacks.
         if error.exit_code == 1 and not isinstance(error, TransientUserCodeError):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ from rlinf.config import RunConfig
 from rlinf.data.record import Record, digest_records
 from rlinf.data.trajectory import ChannelItem, Trajectory
 from rlinf.errors import RequeueRequested
+from rlinf.progress import PROGRESS
 from stages.device_schedule import DeviceSlot, Unscheduled
 from stages.identity import stage_code_digest, stage_key
 from stages.live_store import LiveOutput, StreamEnd
@@ -410,6 +411,7 @@ class StageContext:
 
         A short span extends the previous one if that has the same name and has just ended.
         """
+        PROGRESS.mark()
         if self.spans and time.time() - start < MERGEABLE_SPAN_S:
             last_span = self.spans[-1]
             if last_span["name"] == name and 0 <= start - last_span["end"] < MIN_WAIT_SPAN_S:
@@ -435,6 +437,7 @@ class StageContext:
         Raises:
             RequeueRequested: the allocation is about to end.
         """
+        PROGRESS.mark()
         if self.should_stop():
             raise RequeueRequested(f"{self.stage}: stopping after {done} of {total} {unit}")
         hook = self.worker_state.on_progress

@@ -1,9 +1,10 @@
 """Heartbeats and reports between the ranks of one attempt.
 
 The ranks share the attempt's data folder. In the folder ``data-<attempt>.ranks`` beside it, each
-rank touches a heartbeat file every few seconds and writes its report at the end. A rank counts as
-lost if its heartbeat file has not changed for :data:`RANK_TIMEOUT_S`. The waiting process measures
-this time by its own clock, because clocks of two nodes may differ.
+rank touches a heartbeat file every few seconds and writes its report at the end. While it makes
+progress, it also touches a progress file (:mod:`stages.progress_watchdog`). A rank counts as lost
+if its heartbeat file has not changed for :data:`RANK_TIMEOUT_S`. The waiting process measures this
+time by its own clock, because clocks of two nodes may differ.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rlinf.artifacts import FileEntry, Manifest, describe_file, read_manifest
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.errors import StageError
 from stages.context import MetricReduction
+from stages.progress_watchdog import write_stacks
 
 T = TypeVar("T")
 MetricValue = Sequence[Any]
@@ -35,6 +37,8 @@ HEARTBEAT_S = 5.0
 """Seconds between two heartbeats of a rank."""
 POLL_S = 0.02
 """Seconds between two checks of a waiting rank for a report or the commit."""
+STALLED_FILE = "stalled"
+"""File in the folder of the ranks: the attempt makes no progress and must end."""
 _RANK_FILE = re.compile(r"(?:.+-r|rank-)(\d+)-(?:p|of-)\d+\..+")
 """Names of files that only one rank writes, in channels and checkpoints; group 1 is the rank."""
 
@@ -78,7 +82,11 @@ class AttemptRanks:
         heartbeat_file.touch()
 
         def touch() -> None:
+            has_written_stacks = False
             while not stopped.wait(HEARTBEAT_S):
+                if not has_written_stacks and self.is_stalled():
+                    has_written_stacks = True
+                    write_stacks()
                 # Ignore a temporary filesystem error; utime does not create a removed file again.
                 with contextlib.suppress(OSError):
                     os.utime(heartbeat_file)
@@ -94,6 +102,41 @@ class AttemptRanks:
             thread.join()
             with contextlib.suppress(OSError):
                 heartbeat_file.unlink()
+
+    def report_progress(self) -> None:
+        """Show the other ranks that this one completed a step, or waits for an input."""
+        with contextlib.suppress(OSError):
+            self._progress_file(self._world.rank).touch()
+
+    def has_progressed(self, timeout_s: float) -> bool:
+        """Return whether any rank has progressed within a time, by the filesystem's clock.
+
+        A rank that sends heartbeats but has not reported any progress does not compute yet.
+        """
+        with contextlib.suppress(OSError):
+            os.utime(self._heartbeat_file(self._world.rank))
+        now = self._last_heartbeat(self._world.rank)
+        if now is None:
+            return False
+        # Ranks report their progress at most one heartbeat late.
+        oldest = now - int((timeout_s + 2 * HEARTBEAT_S) * 1e9)
+        for rank in range(self._world.size):
+            try:
+                if self._progress_file(rank).stat().st_mtime_ns > oldest:
+                    return True
+            except OSError:
+                if self._last_heartbeat(rank) is not None:
+                    return True
+        return False
+
+    def mark_stalled(self) -> None:
+        """Let all ranks write their stacks, and their watchdogs end this attempt."""
+        with contextlib.suppress(OSError):
+            (self.ranks_folder / STALLED_FILE).touch()
+
+    def is_stalled(self) -> bool:
+        """Return whether a rank has ended this attempt because no rank made progress."""
+        return (self.ranks_folder / STALLED_FILE).exists()
 
     def write_report(
         self, discarded_files: Mapping[str, FileEntry] | None = None, **content: Any
@@ -155,6 +198,9 @@ class AttemptRanks:
 
     def _heartbeat_file(self, rank: int) -> Path:
         return self.ranks_folder / str(rank)
+
+    def _progress_file(self, rank: int) -> Path:
+        return self.ranks_folder / f"{rank}.progress"
 
     def _last_heartbeat(self, rank: int) -> int | None:
         """Return the time of a rank's last heartbeat by the filesystem's clock, or None."""

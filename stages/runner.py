@@ -50,10 +50,11 @@ from stages.flow import flow_of
 from stages.identity import read_accepted_mismatches, stage_code_digest
 from stages.layout import CHANNELS_FOLDER
 from stages.live_store import STREAM_DIGESTS
+from stages.progress_watchdog import timeout_from_environment, watch_progress
 from stages.rank_reports import AttemptRanks, reduce_metrics
 from stages.resource_usage import USAGE_METER
 from stages.timeout_retries import PROGRESS_FOLDER, TIMEOUTS_FILE
-from stages.worker_state import WorkerState
+from stages.worker_state import COMPUTING, WorkerState
 
 DISK_FALLBACKS = "read_from_disk"
 """Key of a manifest's ``extra``: inputs that a rank read from disk although memory was expected."""
@@ -141,6 +142,7 @@ def run_stage(
     worker_state: WorkerState | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     process_start: float | None = None,
+    progress_timeout_s: float | None = None,
 ) -> Manifest:
     """Run a stage unless its output is committed; return the manifest of the output.
 
@@ -148,6 +150,7 @@ def run_stage(
         config: the frozen configuration; None: read from the file that the call names.
         worker_state: loaded components to use; None: the stage loads its own.
         process_start: Unix time at which the process began, if it runs only this stage.
+        progress_timeout_s: see :class:`StageAttempt`.
 
     Raises:
         ConfigError, DataError, InputError: the call is invalid; nothing was written.
@@ -175,6 +178,7 @@ def run_stage(
             should_stop,
             process_start=start if process_start is None else process_start,
             start=start,
+            progress_timeout_s=progress_timeout_s,
         )
         committed = read_manifest(call.output_folder)
         if committed is not None:
@@ -213,6 +217,9 @@ class StageAttempt:
         name: name of the attempt; None: from the variable ``RLINF_ATTEMPT``, or random.
         worker: name of the pool worker; empty if the stage has its own job.
         receives_trajectories: whether rollout workers generate the trajectories of this rollout.
+        progress_timeout_s: seconds from one step of progress to the next, see
+            :mod:`stages.progress_watchdog`; 0: no deadline; None: as in the environment.
+        report_stall: called with the reason before a process without progress ends.
     """
 
     def __init__(
@@ -231,10 +238,16 @@ class StageAttempt:
         worker: str = "",
         receives_trajectories: bool = False,
         remote_policy: RemotePolicy | None = None,
+        progress_timeout_s: float | None = None,
+        report_stall: Callable[[str], None] = lambda message: None,
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
         self._call, self._process_start, self._start = call, process_start, start
         self._receives_trajectories = receives_trajectories
+        self._progress_timeout_s = (
+            timeout_from_environment() if progress_timeout_s is None else progress_timeout_s
+        )
+        self._report_stall = report_stall
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
         """On rank 0: the files that other ranks wrote, from their reports."""
@@ -266,7 +279,14 @@ class StageAttempt:
             remove_uncommitted(ctx.output_folder, kept | ({committed.data} if committed else set()))
         ctx.data_folder.mkdir(parents=True, exist_ok=True)
         labels = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
-        with self._translate_errors(), USAGE_METER.measure(ctx.usage, **labels):
+        watch = watch_progress(
+            f"{ctx.stage}/{ctx.iteration}",
+            self._progress_timeout_s,
+            lambda: ctx.activity != COMPUTING,
+            self.ranks if ctx.world.size > 1 else None,
+            self._report_stall,
+        )
+        with self._translate_errors(), watch, USAGE_METER.measure(ctx.usage, **labels):
             module = import_stage_module(ctx.config, ctx.stage)
             (module.receive_trajectories if self._receives_trajectories else module.run)(ctx)
             ctx.add_span(ctx.stage, self._start)

@@ -175,7 +175,7 @@ def test_light_modules_stay_light(module: str, unwanted: str) -> None:
     assert done.returncode == 0, f"{module} imports {unwanted}"
 
 
-MAX_MODULES = 136
+MAX_MODULES = 138
 """Product modules that a run in one process may import, its report included."""
 COUNT_MODULES = """
 import sys

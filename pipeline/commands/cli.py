@@ -392,7 +392,11 @@ def convert(
 @app.command()
 def doctor(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="With --env: overrides of the task, task.KEY=VALUE")
+        list[str] | None,
+        typer.Argument(
+            help="With --env: overrides task.KEY=VALUE. With --partition: experiment=NAME and "
+            "overrides, whose engine is started and whose model is trained for one step"
+        ),
     ] = None,
     folder: Annotated[
         Path, typer.Option(help="Folder of the runs; must be visible on every node")
@@ -401,19 +405,40 @@ def doctor(
         str | None,
         typer.Option(help="Check the requirements of the simulator of task=NAME instead"),
     ] = None,
+    partition: Annotated[
+        list[str] | None,
+        typer.Option(help="Check this partition with a short job; may be repeated"),
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option(help="With --partition: site file; default: cluster.site")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="With --partition: time for all jobs, queue included", min=0.5)
+    ] = 5.0,
 ) -> None:
-    """Check Slurm, filesystem, Python and packages. Each finding has a remedy."""
+    """Check this machine, or partitions with short jobs. Each finding has a remedy."""
     from pipeline.commands import doctor
 
-    if overrides and env is None:
+    if env is not None and partition:
+        raise ConfigError("--env and --partition exclude each other: use one of them")
+    if overrides and env is None and not partition:
         raise ConfigError(
-            f"{overrides[0]}: overrides need --env NAME, the task that they belong to"
+            f"{overrides[0]}: overrides need --env NAME, the task that they belong to, or "
+            "--partition NAME, where the experiment is tried"
         )
-    findings = (
-        doctor.check_machine(folder)
-        if env is None
-        else doctor.check_simulator(env, overrides or ())
-    )
+    if partition:
+        from pipeline.commands.partition_check import PartitionOptions, check_partitions
+
+        options = PartitionOptions(
+            tuple(partition), folder, site, minutes, words=tuple(overrides or ())
+        )
+        # The partitions first: a wrong name ends the command before anything is checked.
+        findings = check_partitions(options)
+        findings = [*doctor.check_machine(folder, with_nodes=False), *findings]
+    elif env is not None:
+        findings = list(doctor.check_simulator(env, overrides or ()))
+    else:
+        findings = list(doctor.check_machine(folder))
     raise typer.Exit(doctor.show_findings(findings))
 
 

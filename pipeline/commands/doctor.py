@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.commands.experiment import compose_words
+from pipeline.commands.node_probe import list_gpus
 from pipeline.console import create_console
 from rlinf import package_paths
 from rlinf.config import RunConfig, validate
@@ -47,13 +49,19 @@ class Finding:
 def show_findings(findings: Iterable[Finding]) -> int:
     """Print findings; returns 0 if none is a failure, else 1."""
     table = Table(title="rlinf doctor", title_justify="left", show_header=False)
-    failed = False
+    levels = Counter[str]()
     for finding in findings:
         colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
         table.add_row(Text(finding.level, style=colour), finding.check, Text(finding.detail))
-        failed |= finding.level == "fail"
-    create_console().print(table)
-    return int(failed)
+        levels[finding.level] += 1
+    console = create_console()
+    console.print(table)
+    console.print(
+        f"not fit: {levels['fail']} of {levels.total()} checks failed"
+        if levels["fail"]
+        else f"fit: no check of {levels.total()} failed, {levels['warn']} with a warning"
+    )
+    return int(levels["fail"] > 0)
 
 
 PACKAGES = {
@@ -79,8 +87,12 @@ PROBE_TIMEOUT_S = 60.0
 """Seconds within which the job on a node must end."""
 
 
-def check_machine(folder: Path) -> Iterator[Finding]:
-    """Yield the findings of all checks, in order. Compute nodes are checked if Slurm answers."""
+def check_machine(folder: Path, *, with_nodes: bool = True) -> Iterator[Finding]:
+    """Yield the findings of all checks, in order.
+
+    Args:
+        with_nodes: run a short job in each partition if Slurm answers.
+    """
     yield Finding("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
     yield from check_packages()
     is_writable = yield from check_storage(folder)
@@ -93,7 +105,7 @@ def check_machine(folder: Path) -> Iterator[Finding]:
     yield Finding("ok", "slurm", version)
     for partition in partitions.values():
         yield describe_partition(partition)
-    if is_writable:
+    if is_writable and with_nodes:
         yield from check_nodes(folder, partitions)
 
 
@@ -201,8 +213,6 @@ def probe_partition(name: str, probe: Path) -> Finding:
     )
 
 
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-NVIDIA_SMI_TIMEOUT_S = 30.0
 WITHOUT_RT = ("V100", "A30", "A100", "A800", "H100", "H200", "H800", "H20", "B200", "GB200")
 """Data-centre GPUs without the ray-tracing cores that NVIDIA's renderer needs."""
 
@@ -264,13 +274,7 @@ def _install_hint(name: str, requirements: SimulatorRequirements) -> str:
 def _check_gpu(requirements: SimulatorRequirements) -> Iterator[Finding]:
     if not requirements.gpu:
         return
-    try:
-        output = subprocess.run(
-            NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        )
-        gpus = [line.strip() for line in output.stdout.splitlines() if line.strip()]
-    except (OSError, subprocess.SubprocessError):
-        gpus = []
+    gpus = list_gpus()
     if not gpus:
         text = f"nvidia-smi lists none; the simulator needs {requirements.gpu}"
         yield Finding("fail", "GPU", f"{text}. Run this on a node with a GPU: srun --gpus=1 ...")

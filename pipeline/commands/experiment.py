@@ -276,7 +276,10 @@ def _drive(run: Run, cluster: ClusterConfig, on_mismatch: OnMismatch, *, setup_o
         pools: PoolExecutor | None = None
         if cluster.launcher == "inprocess":
             executor = InProcessExecutor(
-                run, WorkerState(on_progress=progress.on_stage_progress), stop
+                run,
+                WorkerState(on_progress=progress.on_stage_progress),
+                stop,
+                60 * (cluster.progress_timeout_min or 0),
             )
         else:
             from pipeline.job_executor import JobExecutor, create_launcher

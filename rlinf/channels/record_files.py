@@ -28,6 +28,7 @@ from rlinf.artifacts import committed_file
 from rlinf.channels.channel import ChannelClosed, RecordSink, RecordSource
 from rlinf.data.record import LARGE_ROW_BYTES, LazyArray, Record, RecordId, Scalar
 from rlinf.errors import ArtifactError
+from rlinf.progress import PROGRESS
 from rlinf.verified_io import read_bytes, verify_file
 
 BLOCK_BYTES = 1 << 18
@@ -238,6 +239,7 @@ class RecordFileWriter(RecordSink):
             raise ChannelClosed("put on a closed channel")
         self._part.add(record, _record_bytes(record))
         self.count += 1
+        PROGRESS.mark()
         if self._part.is_full:
             self._flush()
 

@@ -22,6 +22,7 @@ from rlinf.engines.base import RequestReceiver, RolloutHooks, check_token_reques
 from rlinf.engines.kv_cache import EqualLengthCache, KeyValueCache
 from rlinf.engines.token_sampling import SamplingParams, completes_stop_string, sample_tokens
 from rlinf.models.images import PIXELS_COLUMN, SIZES_COLUMN
+from rlinf.progress import PROGRESS
 from rlinf.seeding import uniform_rows
 
 COMPACTION_THRESHOLD = 0.75
@@ -332,6 +333,7 @@ class ContinuousBatching:
     def _step(self, batch: DecodingBatch) -> Iterator[Record]:
         """Generate one token for each row and yield the replies of rows that finish."""
         network, hooks = self._network, self._hooks
+        PROGRESS.mark()
         chosen = self._sample_next(batch)
         stopped = torch.isin(chosen, network.stop_token_ids) | self._completes_stop_string(batch)
         ended = (stopped | (batch.num_generated == batch.limit)) & batch.running

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnavailable
+from rlinf.progress import PROGRESS
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,7 @@ class Replicas:
         cached: Sequence[int] = ()
         try:
             response = process.post(route, body, check_heartbeat=True)
+            PROGRESS.mark()
             cached = [*tokens, *parse(response)]
             return response
         except ServerUnavailable:

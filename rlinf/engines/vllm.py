@@ -27,6 +27,7 @@ from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRe
 from rlinf.engines.server import ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnavailable
 from rlinf.errors import DataError
+from rlinf.progress import PROGRESS
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension supports only the first model runner
@@ -317,6 +318,7 @@ class VLLMStepDecoder:
         finished: list[tuple[ResumableSample, GeneratedSegment | Exception]] = []
         with self._engine.close_on_error():
             outputs = self._engine.backend.step()
+            PROGRESS.mark()
         for output in outputs:
             segment, (choice,) = self._running[output.request_id], output.outputs
             segment.tokens += choice.token_ids

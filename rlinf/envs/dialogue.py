@@ -36,6 +36,7 @@ from rlinf.envs.text_environment import TextEnvironment
 from rlinf.errors import InputError, UserCodeError
 from rlinf.models.chat_format import ChatFormat, chat_template_affixes
 from rlinf.models.chat_template import ChatMessage
+from rlinf.progress import PROGRESS
 from rlinf.registry import PROMPTS, STEP_REWARDS, TURNS
 from rlinf.seeding import generator
 from rlinf.user_code import to_user_code_error
@@ -395,6 +396,7 @@ class DialogueEnvironment(TextEnvironment):
             async with asyncio.timeout(timeout_s):
                 result = state.dialogue.step(state.message)
                 state.step_result = await result if isinstance(result, Awaitable) else result
+                PROGRESS.mark()
         except Exception as error:  # the author's code may raise anything
             state.fail(error)
             log.warning("sample %d: its dialogue failed: %s", state.sample, _describe_error(error))

@@ -29,6 +29,7 @@ from rlinf.envs.subprocess_env import (
 )
 from rlinf.envs.vector_env import ACTION_REWARDS, STEP_INFO_TYPES, SyncVectorEnv
 from rlinf.errors import ConfigError, InputError, UserCodeError, exception_line
+from rlinf.progress import PROGRESS
 from rlinf.seeding import generator
 
 EpisodeLoop = Generator[Record, Record, list[Trajectory]]
@@ -155,6 +156,7 @@ def run_episodes(
                 "finite; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
         columns, errors = envs.step((first_env + live).tolist(), actions)
+        PROGRESS.mark()
         recorder.step(live, time, reply.steps, columns, errors)
         is_last = time + 1 == request.horizon
         recorder.add_truncation(

@@ -29,6 +29,7 @@ from pydantic import Field, model_validator
 
 from rlinf.config import Section
 from rlinf.errors import ConfigError, DataError
+from rlinf.progress import PROGRESS
 from rlinf.verified_io import is_owner_only
 
 MIN_BLOCKS = 1000
@@ -312,6 +313,7 @@ class ChatEndpoint:
             retry_after_s = None
             try:
                 status, headers, data = asyncio.run(self._post(body))
+                PROGRESS.mark()
                 if status == 200:
                     text, used = _parse_response(data, body)
                     self._budget.add_tokens(used)

@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory, accepted_answers
 from rlinf.errors import ConfigError, InputError
+from rlinf.progress import PROGRESS
 from rlinf.registry import PROMPTS, RunComponents, import_user_attribute
 from rlinf.rewards.base import Reward, RewardResources, RewardResult
 
@@ -112,7 +113,11 @@ class FunctionReward(Reward):
             arguments = map(_verl_arguments, rows)
         else:
             arguments = map(dict, rows)
-        return [function(**_select(name, parameters, values)) for values in arguments]
+        results = []
+        for values in arguments:
+            results.append(function(**_select(name, parameters, values)))
+            PROGRESS.mark()
+        return results
 
 
 def load_function(name: str) -> Callable[..., Any]:

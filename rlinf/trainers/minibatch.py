@@ -32,6 +32,7 @@ from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import OffloadableTensors, synchronize, use_device
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import Batch, DeviceName, Policy, StepOutputs, concat_outputs, local_device
+from rlinf.progress import PROGRESS
 from rlinf.registry import RunComponents
 from rlinf.safetensors_io import StreamedState
 from rlinf.sharded_tensors import local_shard, storage_key
@@ -447,7 +448,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     def _inputs(
         self, policy: Policy, trajectories: Sequence[Trajectory], spans: Sequence[StepSpan]
     ) -> Batch:
-        """Return the policy's inputs for these spans, on the device."""
+        """Return the policy's inputs for these spans, a micro-batch, on the device."""
+        PROGRESS.mark()
         batch = policy.collate(
             [trajectories[row].slice_steps(start, stop) for row, start, stop in spans]
         )

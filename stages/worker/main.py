@@ -28,7 +28,13 @@ from rlinf.channels.control_link import WorkerLink
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.channels.requests import Request, RequestServer
 from rlinf.config import RunConfig
-from rlinf.errors import EXIT_REQUEUE, RlinfError, exception_line, translate_resource_errors
+from rlinf.errors import (
+    EXIT_NO_PROGRESS,
+    EXIT_REQUEUE,
+    RlinfError,
+    exception_line,
+    translate_resource_errors,
+)
 from rlinf.user_code import exit_code_and_message, translate_user_errors
 from slurm.stop_signals import StopFlag, seconds_until_stop
 from stages.context import LiveContext, StageInput
@@ -68,6 +74,8 @@ STATUS_INTERVAL_S = 1.0
 """Seconds between two reports of the status to the driver."""
 STOP_GRACE_S, SHUTDOWN_GRACE_S = 30.0, 5.0
 """Seconds for running work to end: after a signal of Slurm, and after an order to shut down."""
+STALL_REPORT_S = 1.0
+"""Seconds for the last report of a process that must end at once."""
 COMMIT_DELAY_S = 0.1
 """Delay of a commit, so that it does not compete with the start of the next stage: both are mostly
 Python code."""
@@ -161,6 +169,7 @@ class PoolWorker:
             self._activity,
             self._report_work_item_end,
             self._should_stop,
+            self._report_stall,
         )
         shared = (self._live_store, self._schedule, self._worker_state, self._activity)
         self._policy_server = PolicyServer(run, config, self._name, *shared, self._should_stop)
@@ -366,9 +375,16 @@ class PoolWorker:
             name=order.attempt,
             live=LiveContext(output, slot, order.num_chunks),
             worker=self._name,
+            report_stall=lambda reason: self._report_stall(order.node, reason),
             receives_trajectories=order.receives_trajectories,
             remote_policy=self._policy_clients.get(order.node),
         )
+
+    def _report_stall(self, node: str, reason: str) -> None:
+        """Report a work item without progress to the driver, before this process ends."""
+        report = WorkItemEnded(work_item=node, exit_code=EXIT_NO_PROGRESS, reason=reason)
+        self._send_report(report)
+        time.sleep(STALL_REPORT_S)
 
     def _process_group_info(self, order: StageOrder) -> ProcessGroupInfo:
         """Return this process's rank and layout in a stage."""

@@ -35,11 +35,12 @@ from stages.layout import (
     work_item_channel,
 )
 from stages.live_store import LiveOutput, LiveStore, StreamEnd
+from stages.progress_watchdog import timeout_from_environment, watch_progress
 from stages.rollout import generate_trajectories
 from stages.runner import withdraw_on_damage
 from stages.worker.messages import GenerateStarts, WorkItemEnded
 from stages.worker.record_transfer import fetch_stream
-from stages.worker_state import ActivityTracker, WorkerState
+from stages.worker_state import COMPUTING, ActivityTracker, WorkerState
 
 REASSIGN_FRACTION = 0.25
 """A work item that is reassigned ends once at most this share of its samples is unfinished."""
@@ -55,6 +56,7 @@ class RolloutWorker:
 
     Args:
         report: sends a report to the driver.
+        report_stall: sends the report of a work item whose process must end.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class RolloutWorker:
         activity: ActivityTracker,
         report: Callable[[WorkItemEnded], None],
         should_stop: Callable[[], bool],
+        report_stall: Callable[[str, str], None] = lambda work_item, reason: None,
     ) -> None:
         self._run, self._config, self._worker_state = run, config, worker_state
         self._live_store, self._schedule = store, schedule
         self._activity, self._report, self._should_stop = activity, report, should_stop
+        self._report_stall = report_stall
         self._thread = ThreadPoolExecutor(1, "generate")
         self._items: set[str] = set()
         """Queued and running work items that were not cancelled."""
@@ -140,7 +144,13 @@ class RolloutWorker:
         name = order.label
         self._activity.add(name, ctx.stage)
         try:
-            with withdraw_on_damage():
+            watch = watch_progress(
+                name,
+                timeout_from_environment(),
+                lambda: ctx.activity != COMPUTING,
+                report=lambda reason: self._report_stall(work_item, reason),
+            )
+            with withdraw_on_damage(), watch:
                 self._activity.start(name, lambda: ctx.activity)
                 unfinished = self._generate(ctx, order)
             spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)

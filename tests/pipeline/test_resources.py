@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.plan import Plan, StagePlan, parse_plan
-from pipeline.resources import pool_resources
+from pipeline.resources import ClusterConfig, job_resources, pool_resources
 from rlinf.errors import PlanError
+from stages.progress_watchdog import TIMEOUT_VARIABLE
 
 STAGES = ("rollout", "reward", "inference", "train")
 
@@ -164,3 +165,14 @@ def test_stages_that_no_pool_names_have_the_memory_they_ask_for() -> None:
     own = {"evaluate": {"mem_mb": 9000, "time_limit_min": 60}, "rollout": {"mem_mb": 1000}}
     (needs,) = pool_resources(pooled({"a100": 1}, stages=own), 0)
     assert (needs.mem_mb, needs.time_limit_min, needs.cpus) == (9000, 60, 1)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "variables"),
+    [(60.0, {}), (1.5, {TIMEOUT_VARIABLE: "1.5"}), (None, {TIMEOUT_VARIABLE: "0"})],
+)
+def test_jobs_have_the_deadline_of_progress_of_the_cluster_section(
+    minutes: float | None, variables: dict[str, str]
+) -> None:
+    cluster = ClusterConfig(launcher="slurm", progress_timeout_min=minutes)
+    assert job_resources(StagePlan(), cluster).env == variables
