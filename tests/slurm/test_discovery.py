@@ -7,6 +7,7 @@ those versions' manual pages; no cluster of them was at hand.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -135,6 +136,19 @@ def recorded() -> Inventory:
     }
     answers = SlurmOutput("22.05.8", *text.values())
     return build_inventory(answers, NOW)
+
+
+def test_memory_per_cpu_of_the_cluster_is_that_of_partitions_without_their_own() -> None:
+    output = replace(
+        large_cluster(4),
+        partitions="PartitionName=p0 State=UP\nPartitionName=p1 DefMemPerCPU=900 State=UP\n",
+        settings={"DefMemPerCPU": "500", "MaxMemPerCPU": "800", "DefMemPerNode": "UNLIMITED"},
+    )
+    found = discovery.build_inventory(output, NOW).partitions
+    assert (found["p0"].default_mem_mb_per_cpu, found["p0"].max_mem_mb_per_cpu) == (500, 800)
+    assert (found["p1"].default_mem_mb_per_cpu, found["p1"].max_mem_mb_per_cpu) == (900, 800)
+    unlimited = replace(output, settings={"DefMemPerNode": "UNLIMITED"})
+    assert discovery.build_inventory(unlimited, NOW).partitions["p0"].max_mem_mb_per_cpu is None
 
 
 def test_recorded_cluster() -> None:
