@@ -43,7 +43,7 @@ def build_problem(
         requested_kinds: kinds to include even if a better kind has the same nodes.
 
     Raises:
-        PlanError: a stage cannot run on any of the devices.
+        PlanError: stages cannot run on any of the devices; the message names all of them.
     """
     flow, pins = flow_of(request.config), request.pins
     are_jobs = request.execution == "jobs"
@@ -51,7 +51,14 @@ def build_problem(
     elastic_stage = None if are_jobs else flow.elastic_stage
     required = {*requested_kinds, *_pinned_kinds(request)}
     devices = _considered_devices(request, required)
-    measured = {name: _stage_tables(request, name, devices) for name in sources}
+    measured, errors = dict[str, dict[str, tuple[StageTimes, StageTable]]](), list[str]()
+    for name in sources:
+        try:
+            measured[name] = _stage_tables(request, name, devices)
+        except PlanError as error:
+            errors.append(str(error))
+    if errors:  # all at once, because each stage may need another number of devices
+        raise PlanError("; ".join(errors))
     devices = _drop_useless_kinds(devices, measured, required)
     tables = {
         name: {kind: table for kind, (_, table) in row.items() if kind in devices}
