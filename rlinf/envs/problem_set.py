@@ -713,10 +713,11 @@ class ProblemSetEnvironment(PromptEnvironment):
         """
         problems = [problem.with_template(self.config.prompt_template) for problem in problems]
         model_inputs = self._model_inputs(problems, key)
-        for problem, ids in zip(problems, self.encode(model_inputs), strict=True):
+        encoded = self.encode(model_inputs)
+        for problem, ids in zip(problems, encoded, strict=True):
             if not len(ids):
                 raise DataError(f"{key}: {problem.location}: the prompt has no tokens")
-        lengths = [len(ids) for ids in self.encode_prompts(model_inputs)]
+        lengths = [len(ids) for ids in self.begin_prompts(encoded)]
         return [
             RenderedProblem(
                 format_transcript(problem.messages),

@@ -85,12 +85,17 @@ class TextEnvironment(Environment):
         tokenizer puts before a text, unless they are present. An empty prompt becomes BOS or EOS,
         because a language model predicts no probability for the first token of a sequence.
         """
+        return self.begin_prompts(self.encode(texts))
+
+    def begin_prompts(self, encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the token ids of prompts from those of their texts, int64; see
+        :meth:`encode_prompts`."""
         bos = self.tokenizer.bos_token_id
         bos = self.tokenizer.eos_token_id if bos is None else bos
         empty_prompt = np.array([bos], dtype=np.int64)
         has_template = self.uses_chat_template and self.chat_format.template is not None
         prefix = empty_prompt[:0] if has_template else self.chat_format.bos_token_ids
-        prompts = (_with_prefix(prefix, ids) for ids in self.encode(texts))
+        prompts = (_with_prefix(prefix, ids) for ids in encoded)
         return [ids if len(ids) else empty_prompt for ids in prompts]
 
     def append_end_token(self, ids: np.ndarray) -> np.ndarray:
