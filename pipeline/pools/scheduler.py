@@ -324,7 +324,10 @@ class WorkScheduler:
         # Collectors and simulators only need the weights to be committed.
         from_disk = only_collects or policy_lease is not None
         iteration, chunk, index = placement.position(node)
-        if not self._flow.stream_channels & set(self._graph.inputs(node)) <= live.keys():
+        # Another attempt must not come after a running stage that waits for its output.
+        is_awaited = any(node in item.live.values() for item in self._stages.values())
+        streams = self._flow.stream_channels & set(self._graph.inputs(node))
+        if not is_awaited and not streams <= live.keys():
             chunk = placement.last_chunk  # it reads its batch from disk
         ranks = placement.ranks(node.stage)
         order = StageOrder(

@@ -64,7 +64,7 @@ def run(folder: Path, name: str, kind: str, *words: str) -> str:
     ("place", "kind"),
     [
         ("inprocess", "loop"),
-        ("local", "loop"),
+        pytest.param("local", "loop", marks=pytest.mark.slow),
         pytest.param("local", "lock", marks=pytest.mark.slow),
         pytest.param("pools", "loop", marks=pytest.mark.slow),
         pytest.param("pools", "lock", marks=pytest.mark.slow),

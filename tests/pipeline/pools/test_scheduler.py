@@ -459,6 +459,25 @@ def test_success_counts_once_the_primary_rank_reports_it_and_failure_at_once(
     assert not pools.scheduler.unfinished
 
 
+def test_another_attempt_comes_before_a_running_stage_that_waits_for_it(
+    compose: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its input is read from disk now, so that by itself it would come after all chunks."""
+    plan = {"pools": [{"stages": HELD, "devices": {"local": 1}}]}
+    pools = Pools(*checked(compose("cluster=local"), plan), tmp_path)
+    lease = pools.lease(0)
+    pools.add(*stage_nodes(0, *STAGES))
+    first = {order.node: order.position for _, order in pools.dispatch()}
+    worker = lease.primary_worker
+    pools.scheduler.on_ended(worker, WorkItemEnded(work_item="rollout/0"))
+    pools.scheduler.on_ended(worker, WorkItemEnded(work_item="reward/0", exit_code=1))
+    pools.add(*stage_nodes(0, "reward"))
+    (again,) = [order for _, order in pools.dispatch()]
+    assert again.node == "reward/0"
+    assert not again.inputs["trajectories"][1], "the rollout has ended"
+    assert again.position == first["reward/0"] < first["train/0"]
+
+
 def test_ranks_get_all_stages_of_an_iteration_at_once(
     compose: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
