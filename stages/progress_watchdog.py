@@ -36,6 +36,8 @@ CHECK_INTERVAL_S = 5.0
 may have been suspended."""
 INTERRUPT_TIMEOUT_S = 20.0
 """Seconds in which an interrupted thread must leave the stage; then its process ends."""
+STOP_TIMEOUT_S = 5.0
+"""Seconds to wait for the end of the watchdog's thread, which may write to a slow filesystem."""
 STDERR = 2
 """The file descriptor of the log, also if ``sys.stderr`` is replaced."""
 log = logging.getLogger("rlinf")
@@ -76,6 +78,7 @@ def watch_progress(
         return
     watchdog = _Watchdog(name, timeout_s, is_waiting, ranks, report)
     try:
+        watchdog.start()
         yield
     except _Interrupt:
         raise NoProgressError(watchdog.message) from None
@@ -109,9 +112,12 @@ class _Watchdog:
             "token, step, micro-batch or record. The log has the stacks of all threads"
         )
         self._thread = threading.Thread(target=self._run, name=f"watchdog of {name}", daemon=True)
+
+    def start(self) -> None:
+        """Start watching."""
         PROGRESS.mark()
-        if ranks is not None:
-            ranks.report_progress()
+        if self._ranks is not None:
+            self._ranks.report_progress()
         self._thread.start()
 
     def stop(self) -> None:
@@ -120,6 +126,9 @@ class _Watchdog:
             self._take_back_interrupt()
         except _Interrupt:
             self._take_back_interrupt()  # there is no second interrupt
+        if self._thread.is_alive():
+            # The thread refers to the stage, whose tensors must be freed at once.
+            self._thread.join(STOP_TIMEOUT_S)
 
     def _take_back_interrupt(self) -> None:
         with self._lock:
