@@ -23,7 +23,10 @@ NAMES = ("reward", "algorithm", "environment", "own-parts")
 PAGES = [package_paths.ROOT / "docs" / "howto" / f"{name}.md" for name in NAMES]
 PAGE = "".join(page.read_text() for page in PAGES)
 FILES = sorted(
-    path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".yaml") and path.is_file()
+    path
+    for path in EXAMPLES.rglob("*")
+    # The files for lm-eval extend no part of rlinf.
+    if path.suffix in (".py", ".yaml") and "lm_eval" not in path.parts
 )
 COMMANDS = [
     shlex.split(line)
