@@ -150,7 +150,7 @@ def warn_of_training_problems(config: RunConfig, sets: Mapping[str, SuiteSet]) -
     environment, options = environment_class(config)
     if not issubclass(environment, ProblemSetEnvironment):
         return
-    training = environment.load_problems(options, "train")
+    training = [part.problems for part in environment.training_sets(options).values()]
     for name, problem_set in sets.items():
         set_cls, set_options = set_class(f"{SETS_KEY}.{name}", problem_set)
         held_out = set_cls.load_problems(set_options, "test")

@@ -18,8 +18,8 @@ from slurm.inventory import NodeGroup, PartitionInventory
 from tests.docs.figures import handwritten
 
 Compose = Callable[..., dict[str, Any]]
-NO_PLANS = {"kinds", "sbatch", "account"}
-"""Keys of other YAML on the pages: problems of the simulator, site files."""
+NO_PLANS = {"kinds", "sbatch", "account", "dataset_path"}
+"""Keys of other YAML on the pages: problems of the simulator, site files, tasks of lm-eval."""
 EXAMPLES = {"own-parts", "environment"}
 """Pages whose YAML are files of the examples, which tests/test_extending.py runs."""
 PARTITIONS = {
