@@ -222,11 +222,11 @@ if "stages.worker.main" in sys.orig_argv:
 
     commit, note = runner.commit_output, Path({note!r})
 
-    def slow(out, manifest):
+    def slow(out, manifest, **options):
         if manifest.stage == "train" and not note.exists():
             note.write_text(manifest.data)
             time.sleep(4)
-        return commit(out, manifest)
+        return commit(out, manifest, **options)
 
     runner.commit_output = slow
 """
