@@ -38,6 +38,8 @@ INTERRUPT_TIMEOUT_S = 20.0
 """Seconds in which an interrupted thread must leave the stage; then its process ends."""
 STOP_TIMEOUT_S = 5.0
 """Seconds to wait for the end of the watchdog's thread, which may write to a slow filesystem."""
+ARRIVAL_TIMEOUT_S = 1.0
+"""Seconds to wait for an interrupt that is on its way; code that caught it has ended it before."""
 STDERR = 2
 """The file descriptor of the log, also if ``sys.stderr`` is replaced."""
 log = logging.getLogger("rlinf")
@@ -77,13 +79,15 @@ def watch_progress(
         yield
         return
     watchdog = _Watchdog(name, timeout_s, is_waiting, ranks, report)
+    has_received = False
     try:
         watchdog.start()
         yield
     except _Interrupt:
+        has_received = True
         raise NoProgressError(watchdog.message) from None
     finally:
-        watchdog.stop()
+        watchdog.stop(has_received=has_received)
 
 
 def write_stacks() -> None:
@@ -107,6 +111,8 @@ class _Watchdog:
         self._ranks, self._report = ranks, report
         self._stage_thread = threading.get_ident()
         self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._was_sent = False
+        """Whether the stage's thread was interrupted."""
         self.message = (
             f"{name}: no progress for {timeout_s / 60:.3g} min (cluster.progress_timeout_min): no "
             "token, step, micro-batch or record. The log has the stacks of all threads"
@@ -120,20 +126,26 @@ class _Watchdog:
             self._ranks.report_progress()
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop watching. The stage has ended, so an interrupt in this moment has no effect."""
+    def stop(self, *, has_received: bool) -> None:
+        """Stop watching. The stage has ended, so an interrupt that is on its way has no effect.
+
+        It must arrive. CPython 3.11 cannot take it back without a flag that stays set for ever,
+        which slows all threads down and lets profilers hang.
+
+        Args:
+            has_received: whether the interrupt ended the stage.
+        """
         try:
-            self._take_back_interrupt()
+            with self._lock:
+                self._stopped.set()
+            deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+            while self._was_sent and not has_received and time.monotonic() < deadline:
+                time.sleep(0.001)
         except _Interrupt:
-            self._take_back_interrupt()  # there is no second interrupt
+            self._stopped.set()
         if self._thread.is_alive():
             # The thread refers to the stage, whose tensors must be freed at once.
             self._thread.join(STOP_TIMEOUT_S)
-
-    def _take_back_interrupt(self) -> None:
-        with self._lock:
-            self._stopped.set()
-            _interrupt(self._stage_thread, None)
 
     def _run(self) -> None:
         interval_s = min(CHECK_INTERVAL_S, self._timeout_s / 4)
@@ -169,7 +181,8 @@ class _Watchdog:
         with self._lock:
             if self._stopped.is_set():
                 return
-            _interrupt(self._stage_thread, _Interrupt)
+            self._was_sent = True
+            _interrupt(self._stage_thread)
         if self._stopped.wait(INTERRUPT_TIMEOUT_S):
             return
         self._report(self.message)
@@ -177,10 +190,10 @@ class _Watchdog:
         os._exit(EXIT_NO_PROGRESS)
 
 
-def _interrupt(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread when it next executes Python code; None takes that back.
+def _interrupt(thread: int) -> None:
+    """Raise :class:`_Interrupt` in a thread when it next executes Python code.
 
     See ``PyThreadState_SetAsyncExc`` of Python's C API.
     """
-    value = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)
+    error = ctypes.py_object(_Interrupt)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)

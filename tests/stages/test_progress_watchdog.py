@@ -177,3 +177,28 @@ def test_a_rank_that_hangs_from_its_start_is_ended(
         watch_progress("train/0", TIMEOUT_S, lambda: False, first),
     ):
         endless_loop_of_the_user()
+
+
+PROFILED = """
+import cProfile, time
+from stages.progress_watchdog import watch_progress
+for case in range(2):
+    try:
+        with watch_progress("reward/3", 0.4, lambda: False):
+            while case:
+                time.sleep(0.01)
+    except Exception as error:
+        assert "no progress" in str(error)
+profile = cProfile.Profile()
+profile.runcall(lambda: [time.monotonic() for _ in range(1000)])
+print("ok")
+"""
+
+
+def test_a_watched_stage_leaves_the_interpreter_as_it_was() -> None:
+    """A flag that stays set would let a profiler hang in CPython 3.11."""
+    command = [sys.executable, "-c", PROFILED]
+    done = subprocess.run(
+        command, cwd=package_paths.ROOT, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "ok\n", done.stderr
