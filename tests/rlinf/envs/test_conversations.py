@@ -200,7 +200,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
             {"role": "developer", "content": "be kind"},
             {
                 "role": "user",
-                "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+                "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}],
             },
             {"role": "model", "content": "there"},
         ]
