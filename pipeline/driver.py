@@ -219,7 +219,8 @@ class Driver:
     def _allows_iteration(self, node: StageNode) -> bool:
         """Return whether the budget allows the iteration that begins with ``node``, after those
         that have begun; True for all other nodes."""
-        if self.budget is None or node.stage != next(iter(self.graph.flow.stages)):
+        is_first = node.stage == next(iter(self.graph.flow.stages))
+        if self.budget is None or self.budget.limit is None or not is_first:
             return True
         publish = self.graph.flow.publish_stage
         num_finished = len([done for done in self._done if done.stage == publish])

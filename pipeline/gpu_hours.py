@@ -38,6 +38,8 @@ WRITE_INTERVAL_S = 10.0
 """Minimum seconds between two writes of the file while jobs only continue."""
 ACCOUNTING_INTERVAL_S = 60.0
 """Minimum seconds between two queries of accounting."""
+MAX_LOOKUPS = 3
+"""Queries of accounting for an ended job; if it is still unknown then, the polls decide."""
 THIS_MACHINE = "this machine"
 """Name of the partition of a driver that runs outside of Slurm jobs."""
 
@@ -53,8 +55,8 @@ class JobUsage(Section, frozen=False):
     """Unix time at which the current interval began; None: the job does not run."""
     last_seen: float = 0.0
     """Unix time of the last poll that found the job running."""
-    is_accounted: bool = False
-    """Whether ``seconds`` includes what Slurm's accounting recorded of the ended job."""
+    lookups: int = 0
+    """Number of queries of Slurm's accounting that did not know the ended job."""
 
     def close(self, end: float) -> None:
         """End the current interval, if there is one."""
@@ -64,6 +66,8 @@ class JobUsage(Section, frozen=False):
 
 
 class _Content(Section):
+    ended_gpu_s: dict[str, float] = {}
+    """GPU-seconds of the jobs that have ended and are no longer in ``jobs``, by partition."""
     jobs: dict[str, JobUsage] = {}
 
 
@@ -73,16 +77,16 @@ class GpuHours:
 
     run: Path
     clock: Callable[[], float] = time.time
-    _jobs: dict[str, JobUsage] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
     """Jobs that this process has seen running."""
     _written_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self._jobs = _read_jobs(self.run)
+        content = _read_content(self.run)
+        self._jobs, self._ended_gpu_s = content.jobs, content.ended_gpu_s
 
     def observe(self, job_id: str, gpus: Mapping[str, int], *, is_running: bool) -> None:
-        """Note whether a job runs.
+        """Note whether a job runs. A job that waits again after a preemption does not run.
 
         Args:
             gpus: number of its GPUs by partition; a job without GPUs is ignored.
@@ -93,7 +97,7 @@ class GpuHours:
         usage = self._jobs.setdefault(job_id, JobUsage(gpus=dict(gpus)))
         was_running = usage.running_since is not None
         if is_running:
-            usage.last_seen, usage.is_accounted = now, False
+            usage.last_seen, usage.lookups = now, 0
             if not was_running:
                 usage.running_since = now
             self._seen.add(job_id)
@@ -103,34 +107,55 @@ class GpuHours:
         if is_running != was_running or now - self._written_at > WRITE_INTERVAL_S:
             self.write()
 
+    def has(self, job_id: str) -> bool:
+        """Return whether a job has held GPUs and is not finally counted."""
+        return job_id in self._jobs
+
     @property
     def unaccounted(self) -> list[str]:
-        """Jobs that this process does not see running and that accounting has not confirmed."""
+        """Jobs that this process does not see running and that are not finally counted."""
         return [
             job_id
             for job_id, usage in self._jobs.items()
-            if not usage.is_accounted and (usage.running_since is None or job_id not in self._seen)
+            if usage.running_since is None or job_id not in self._seen
         ]
 
     def correct(self, seconds: Mapping[str, float]) -> None:
-        """Take over how long ended jobs ran, in seconds, as accounting recorded it."""
-        for job_id, elapsed in seconds.items():
+        """Take over how long ended jobs ran, in seconds, as accounting recorded it.
+
+        All :attr:`unaccounted` jobs were looked up. Jobs that stay unknown to accounting count as
+        the polls found them.
+        """
+        job_ids = self.unaccounted
+        for job_id in job_ids:
             usage = self._jobs[job_id]
-            usage.close(usage.last_seen)
-            usage.seconds, usage.is_accounted = max(usage.seconds, elapsed), True
-        if seconds:
+            usage.lookups += 1
+            if job_id in seconds or usage.lookups >= MAX_LOOKUPS:
+                usage.close(usage.last_seen)
+                usage.seconds = max(usage.seconds, seconds.get(job_id, 0.0))
+                self._end(job_id)
+        if job_ids:
             self.write()
+
+    def _end(self, job_id: str) -> None:
+        """Add an ended job to the sums, so that the file does not grow with the run."""
+        usage = self._jobs.pop(job_id)
+        self._seen.discard(job_id)
+        for partition, count in usage.gpus.items():
+            gpu_s = self._ended_gpu_s.get(partition, 0.0) + count * usage.seconds
+            self._ended_gpu_s[partition] = gpu_s
 
     def write(self) -> None:
         """Write the file of the run."""
         self._written_at = self.clock()
-        content = _Content(jobs=self._jobs).model_dump(mode="json")
-        write_atomic(self.run / GPU_HOURS_FILE, json.dumps(content))
+        content = _Content(ended_gpu_s=self._ended_gpu_s, jobs=self._jobs)
+        write_atomic(self.run / GPU_HOURS_FILE, json.dumps(content.model_dump(mode="json")))
 
     @property
     def total(self) -> float:
         """GPU-hours until now."""
-        return sum(_sum_by_partition(self._jobs, self._seen, self.clock()).values())
+        content = _Content(ended_gpu_s=self._ended_gpu_s, jobs=self._jobs)
+        return sum(_sum_by_partition(content, self._seen, self.clock()).values())
 
 
 def read_gpu_hours(run: Path) -> dict[str, float]:
@@ -139,7 +164,7 @@ def read_gpu_hours(run: Path) -> dict[str, float]:
     Raises:
         ConfigError: the file is damaged.
     """
-    return _sum_by_partition(_read_jobs(run))
+    return _sum_by_partition(_read_content(run))
 
 
 def format_gpu_hours(by_partition: Mapping[str, float], limit: float | None = None) -> str:
@@ -149,12 +174,12 @@ def format_gpu_hours(by_partition: Mapping[str, float], limit: float | None = No
     return f"{text} ({', '.join(sorted(parts))})" if parts else text
 
 
-def _read_jobs(run: Path) -> dict[str, JobUsage]:
+def _read_content(run: Path) -> _Content:
     path = run / GPU_HOURS_FILE
     try:
-        return validate(_Content, json.loads(path.read_text())).jobs
+        return validate(_Content, json.loads(path.read_text()))
     except FileNotFoundError:
-        return {}
+        return _Content()
     except (ValueError, ConfigError) as error:
         raise ConfigError(
             f"{path}: {error}; move the file away: the GPU-hours then count from zero"
@@ -162,7 +187,7 @@ def _read_jobs(run: Path) -> dict[str, JobUsage]:
 
 
 def _sum_by_partition(
-    jobs: Mapping[str, JobUsage], running: Collection[str] = (), now: float = 0.0
+    content: _Content, running: Collection[str] = (), now: float = 0.0
 ) -> dict[str, float]:
     """Return GPU-hours by partition.
 
@@ -170,7 +195,9 @@ def _sum_by_partition(
         running: jobs whose current interval counts until ``now``, not until they were last seen.
     """
     hours = defaultdict[str, float](float)
-    for job_id, usage in jobs.items():
+    for partition, gpu_s in content.ended_gpu_s.items():
+        hours[partition] = gpu_s / 3600
+    for job_id, usage in content.jobs.items():
         seconds = usage.seconds
         if usage.running_since is not None:
             seconds += (now if job_id in running else usage.last_seen) - usage.running_since
@@ -234,10 +261,10 @@ class MeteredLauncher:
     def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
         statuses = self.launcher.poll(ids)
         for job_id, status in statuses.items():
-            if status.state is not JobState.PENDING:
+            key, is_running = self._key(job_id), status.state is JobState.RUNNING
+            if status.state is not JobState.PENDING or self.gpu_hours.has(key):
                 gpus = _gpus_of_job(self._components[job_id], status.partition)
-                is_running = status.state is JobState.RUNNING
-                self.gpu_hours.observe(self._key(job_id), gpus, is_running=is_running)
+                self.gpu_hours.observe(key, gpus, is_running=is_running)
         if time.monotonic() - self._accounted_at > ACCOUNTING_INTERVAL_S:
             self._query_accounting()
         return statuses
@@ -320,17 +347,15 @@ def check_budget(limit: float | None, launcher: str, jobs: Collection[JobResourc
     """Check that a budget can have an effect.
 
     Args:
+        limit: ``budget.gpu_hours``; None: there is none.
         launcher: ``cluster.launcher``.
         jobs: resources of the jobs of the plan, for Slurm.
 
     Raises:
         PlanError: the run holds no GPU, so that the budget would never end it.
     """
-    if (
-        limit is None
-        or any(job.gpus_per_node for job in jobs)
-        or any(driver_gpus(launcher).values())
-    ):
+    has_gpus = any(job.gpus_per_node for job in jobs)
+    if limit is None or has_gpus or any(driver_gpus(launcher).values()):
         return
     why = (
         "no job of its plan has a GPU: set gpus in the plan"

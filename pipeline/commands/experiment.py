@@ -123,10 +123,11 @@ def validate_experiment(
     for number in range(len(plan.pools)):
         pool_resources(plan, number)
     check_layouts(config, plan)
-    requests = plan_job_requests(plan, cluster) if cluster.launcher == "slurm" else {}
-    jobs = [job for alternatives in requests.values() for job in alternatives]
     check_residency(config, plan, cluster.launcher)
-    check_budget(config.budget.gpu_hours, cluster.launcher, jobs)
+    if config.budget.gpu_hours is not None:
+        requests = plan_job_requests(plan, cluster) if cluster.launcher == "slurm" else {}
+        jobs = [job for alternatives in requests.values() for job in alternatives]
+        check_budget(config.budget.gpu_hours, cluster.launcher, jobs)
     check_gpu_counts(config, plan)
     if inventory is not None and cluster.launcher == "slurm":
         from pipeline.job_executor import check_plan_fits

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ from pipeline.gpu_hours import (
 )
 from pipeline.run import Run
 from rlinf.errors import ConfigError, PlanError
-from slurm.jobs import JobResources
+from slurm.jobs import JobResources, JobState, JobStatus
 from tests.conftest import TINY
 from tests.pipeline.helpers import contents, run_here
 
@@ -112,6 +113,39 @@ def test_a_job_that_ended_without_a_driver_counts_as_accounting_says(
     assert later.total == pytest.approx(1.5)
     assert not later.unaccounted
     assert read_gpu_hours(later.run) == pytest.approx({"a100": 1.5})
+
+
+def test_the_file_does_not_grow_with_the_jobs_of_a_run(
+    open_hours: Callable[[], GpuHours], clock: Clock
+) -> None:
+    hours = open_hours()
+    for number in range(50):
+        hours.observe(str(number), {"a100": 2}, is_running=True)
+        clock.now += HOUR
+        hours.observe(str(number), {"a100": 2}, is_running=False)
+        # Accounting knows every second job.
+        hours.correct({job: HOUR for job in hours.unaccounted if int(job) % 2})
+    size = (hours.run / "gpu_hours.json").stat().st_size
+    assert size < 600
+    assert hours.total == pytest.approx(100)
+    assert open_hours().total == pytest.approx(100)
+
+
+def test_a_preempted_job_that_waits_again_holds_no_gpus(
+    open_hours: Callable[[], GpuHours], clock: Clock
+) -> None:
+    states = [JobState.PENDING, JobState.RUNNING, JobState.PENDING, JobState.RUNNING, JobState.DONE]
+    hours = open_hours()
+    queue = SimpleNamespace(
+        submit=lambda job: "12", poll=lambda ids: {"12": JobStatus(states.pop(0))}
+    )
+    launcher = MeteredLauncher(cast(Any, queue), hours, lambda ids: {})
+    resources = JobResources(partition="a100", gpus_per_node=1)
+    job_id = launcher.submit(JobSpec("train/0", (), hours.run, hours.run, resources))
+    while states:
+        launcher.poll([job_id])
+        clock.now += HOUR
+    assert hours.total == pytest.approx(2)
 
 
 @given(
