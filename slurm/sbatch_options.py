@@ -12,7 +12,7 @@ escapes the next quote or backslash, even in quotes (observed with 22.05).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,20 +172,7 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
         ValueError: an option would have no effect, does not fit into its line of a batch script,
             is set twice, or excludes another one. The message says what to write instead.
     """
-    options: dict[str, OptionValue] = {}
-    for key, value in values.items():
-        name = option_name(key)
-        if len(name) < 2 or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise ValueError(f"{key!r} is not a long sbatch option; write the long name, like mem")
-        if name in options:
-            raise ValueError(f"{name} is set twice; remove {key!r} or the other key")
-        if advice := _advice(name, value):
-            raise ValueError(advice)
-        try:
-            check_option_text(str(value))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        options[name] = value
+    options = _read_options(values, "sbatch", "mem", _advice, check_option_text)
     memory_options = [name for name in MEMORY_OPTIONS if options.get(name, False) is not False]
     if len(memory_options) > 1:
         raise ValueError(f"{' and '.join(memory_options)} exclude each other; keep one of them")
@@ -199,21 +186,39 @@ def check_srun_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
         ValueError: an option would change what the plan or the program decides, or is set twice.
             The message says what to write instead.
     """
+    return _read_options(values, "srun", "mpi", _srun_advice, check_shell_text)
+
+
+def _read_options(
+    values: Mapping[str, OptionValue],
+    command: str,
+    example: str,
+    advice: Callable[[str, OptionValue], str | None],
+    check_text: Callable[[str], str],
+) -> dict[str, OptionValue]:
+    """Return options under their long names.
+
+    Args:
+        example: a long option of the command, for messages.
+        advice: returns what to write instead of an option that cannot be set here, else None.
+        check_text: raises ValueError if a value cannot be passed to the command.
+
+    Raises:
+        ValueError: an option is not a long one, is set twice, or cannot be set here.
+    """
     options: dict[str, OptionValue] = {}
     for key, value in values.items():
         name = option_name(key)
         if len(name) < 2 or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise ValueError(f"{key!r} is not a long srun option; write the long name, like mpi")
+            raise ValueError(
+                f"{key!r} is not a long {command} option; write the long name, like {example}"
+            )
         if name in options:
             raise ValueError(f"{name} is set twice; remove {key!r} or the other key")
-        if name in _SRUN_KEYS:
-            raise ValueError(f"the plan decides {name}; set {_SRUN_KEYS[name]} there")
-        if _has_gpus(name, value):
-            raise ValueError("the plan decides how many GPUs a job has; set gpus there")
-        if name in _RESERVED_OPTIONS | _SRUN_RESERVED_OPTIONS | {*_SITE_KEYS}:
-            raise ValueError(f"the job itself has {name}, or the program decides it; leave it out")
+        if instead := advice(name, value):
+            raise ValueError(instead)
         try:
-            check_shell_text(str(value))
+            check_text(str(value))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         options[name] = value
@@ -261,6 +266,17 @@ def _advice(name: str, value: OptionValue) -> str | None:
         )
     if _has_gpus(name, value):
         return "the plan decides how many GPUs a job has; set gpus there, and leave gpu out of gres"
+    return None
+
+
+def _srun_advice(name: str, value: OptionValue) -> str | None:
+    """Return advice for an option of srun that cannot be set here; None if it can."""
+    if name in _SRUN_KEYS:
+        return f"the plan decides {name}; set {_SRUN_KEYS[name]} there"
+    if _has_gpus(name, value):
+        return "the plan decides how many GPUs a job has; set gpus there"
+    if name in _RESERVED_OPTIONS | _SRUN_RESERVED_OPTIONS | {*_SITE_KEYS}:
+        return f"the job itself has {name}, or the program decides it; leave it out"
     return None
 
 
