@@ -11,14 +11,14 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rlinf.channels.channel import ChannelClosed
+from rlinf.channels.channel import ChannelClosed, RecordSource
 from rlinf.data.record import Record, RecordId
 from rlinf.engines.base import Engine, RolloutHooks, TokenScores
 from rlinf.engines.token_sampling import SamplingParams
@@ -67,7 +67,7 @@ class _ScoreRequest:
     future: Future[TokenScores] = field(default_factory=Future)
 
 
-class EngineService:
+class EngineService(RecordSource):
     """An engine with loaded weights that any thread can ask."""
 
     def __init__(self, engine: Engine) -> None:
@@ -150,13 +150,6 @@ class EngineService:
     def __len__(self) -> int:
         with self._changed:
             return 1 if self._must_pause() else len(self._completions)
-
-    def __iter__(self) -> Iterator[Record]:
-        while True:
-            try:
-                yield self.get()
-            except ChannelClosed:
-                return
 
     def _must_pause(self) -> bool:
         """Return whether the engine must end its call, because a text to score is next in turn."""

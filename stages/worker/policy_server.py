@@ -16,12 +16,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlinf.channels.channel import ChannelClosed
+from rlinf.channels.channel import ChannelClosed, RecordSource
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.reply_buffers import join
 from rlinf.channels.requests import Request
@@ -54,7 +54,7 @@ class ServingEnded(Exception):
 
 
 @dataclass(eq=False)
-class PolicySession:
+class PolicySession(RecordSource):
     """The service for one attempt; the engine reads the clients' requests from this object."""
 
     order: StageOrder
@@ -154,13 +154,6 @@ class PolicySession:
 
     def __len__(self) -> int:
         return len(self.observations)
-
-    def __iter__(self) -> Iterator[Record]:
-        while True:
-            try:
-                yield self.get()
-            except ChannelClosed:
-                return
 
     def _has_unfinished_clients(self) -> bool:
         return not self.finished_clients.issuperset(self.clients)
