@@ -1,4 +1,4 @@
-"""``rlinf serve`` serves a model folder or a run until a signal, and only to who has the key."""
+"""``rlinf serve`` answers requests with the right key until it gets a signal."""
 
 from __future__ import annotations
 
