@@ -38,6 +38,8 @@ MAX_PUBLISHED_STATES = 4
 """Number of published versions whose trainer state is remembered."""
 WEIGHTS = "weights"
 """The folder of a policy in an output, and the name of its tensors in memory."""
+CHECKPOINT = "checkpoint"
+"""The folder of a trainer's state in the output of the train stage."""
 
 
 def component_class(config: RunConfig, section: str) -> tuple[Any, Any]:
@@ -329,7 +331,7 @@ def get_trainer(ctx: StageContext) -> Trainer:
         with ctx.span("load"):
             trainer = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
             if checkpoint:
-                trainer.load(ctx.verified_folder("checkpoint") / "checkpoint")
+                trainer.load(ctx.verified_folder("checkpoint") / CHECKPOINT)
         loaded = worker_state.trainer = LoadedTrainer(trainer, initial_id, checkpoint_id)
     ensure_on_device(ctx, loaded.trainer, "weights")
     return loaded.trainer

@@ -21,6 +21,7 @@ from rlinf.data.transitions import InMemoryTransitions, Transitions
 from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.factory import (
+    CHECKPOINT,
     commit_trainer_state,
     create_algorithm,
     default_dtype_of,
@@ -31,8 +32,6 @@ from stages.factory import (
 )
 from stages.retention import is_checkpoint_saved
 
-CHECKPOINT = "checkpoint"
-"""Folder in the output of this stage."""
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Input of the stage for each field of a training sample; a flow may have only trajectories."""
 SAMPLE_TYPES: Mapping[str, type[ChannelItem]] = {

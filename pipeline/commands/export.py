@@ -11,7 +11,7 @@ from pipeline.run import Run
 from rlinf.artifacts import is_pruned, read_manifest, write_atomic
 from rlinf.errors import InputError
 from rlinf.verified_io import copy_file
-from stages.factory import WEIGHTS, component_class, policy_class
+from stages.factory import CHECKPOINT, WEIGHTS, component_class, policy_class
 from stages.flow import flow_of
 from stages.layout import stage_folder
 
@@ -83,7 +83,7 @@ def export_adapter(folder: Path, to: Path, version: int | None) -> int:
             f"--adapter: no checkpoint of version{number} on disk; available: {available}"
         )
     _check_target(to)
-    checkpoint = verified_data_folder(outputs[selected]) / "checkpoint"
+    checkpoint = verified_data_folder(outputs[selected]) / CHECKPOINT
     to.mkdir(parents=True, exist_ok=True)
     write_adapter_folder(checkpoint, to, settings, str(base.expanduser().absolute()))
     write_atomic(to / CARD_FILE, model_card(run, selected, to.name, is_adapter=True))
