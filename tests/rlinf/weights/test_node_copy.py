@@ -57,6 +57,7 @@ for version in range(3):
     embedding += 1
     assert not torch.equal(tensors["embedding"], embedding), "the trainer's own tensors go on"
     embedding -= 1
+dist.barrier()  # the writer has removed the name of its segment
 mapped = [line for line in pathlib.Path("/proc/self/maps").read_text().splitlines()
           if "/dev/shm/rlinf-" in line and "deleted" in line]
 shares = {"shared": rank in (0, 1, 3), "full": False, "nodes": rank in (0, 1)}[case]
