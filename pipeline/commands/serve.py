@@ -21,7 +21,7 @@ from pipeline.commands.results import resolve_weights
 from pipeline.validate_config import SERVED_SECTIONS, check_served_model
 from rlinf.artifacts import write_atomic
 from rlinf.config import RunConfig, validate
-from rlinf.data.array_cache import cache_folder
+from rlinf.data.cache_folder import cache_folder
 from rlinf.errors import (
     ConfigError,
     InputError,

@@ -2,13 +2,14 @@
 user's cache folder.
 
 A table is converted once, batch by batch, and the result is kept under the digest of the table's
-bytes (:mod:`rlinf.data.array_cache`). All readers of rows then read JSON lines.
+bytes (:mod:`rlinf.data.cache_folder`). All readers of rows then read JSON lines.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -19,10 +20,11 @@ from typing import Any
 
 import xxhash
 
-from rlinf.data.array_cache import PARTIAL_PREFIX, private_folder
+from rlinf.data.cache_folder import PARTIAL_PREFIX, private_folder, remove_old_files
 from rlinf.errors import DataError, require_package
 from rlinf.verified_io import is_owner_only
 
+log = logging.getLogger("rlinf")
 PARQUET_SUFFIX = ".parquet"
 STATE_FILE = "state.json"
 """A file of every data set that ``datasets`` has saved with ``save_to_disk``."""
@@ -77,7 +79,10 @@ def convert_table(path: Path, key: str) -> Path:
         folder = private_folder()
         target = folder / f"table-{FORMAT_VERSION}-{digest}.jsonl"
         if not _is_usable(target):
+            log.info("%s: converting %s to JSON lines; this is done once", key, path)
             _write(files, path, key, target)
+            with contextlib.suppress(OSError):  # Another process removes files as well.
+                remove_old_files(folder, target)
         os.utime(target)
     except (OSError, RuntimeError) as error:
         raise DataError(

@@ -7,7 +7,6 @@ same as in a rollout, where the prompt is tokenized without the answer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,19 +21,19 @@ from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import TaskSize
 from rlinf.envs.problem_set import (
     ChatProblem,
+    LengthLimit,
     ProblemSetConfig,
     ProblemSetEnvironment,
     RenderedDataset,
     Split,
     read_conversations,
 )
-from rlinf.errors import ConfigError, DataError, name_key_in_memory_errors
+from rlinf.errors import ConfigError, name_key_in_memory_errors
 from rlinf.models.base import ModelSpec
 from rlinf.models.chat_format import AssistantTurn, split_thought
 from rlinf.registry import EVAL_DEMONSTRATIONS
 from rlinf.seeding import generator
 
-log = logging.getLogger("rlinf")
 CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == "
     "'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}"
@@ -120,19 +119,19 @@ class ConversationsEnvironment(ProblemSetEnvironment):
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return conversations without replacement, in a new order for each epoch."""
-        dataset = self._sft_dataset("train")
-        indices = []
-        for i in range(count):
-            epoch, position = divmod(step * count + i, len(dataset))
-            indices.append(int(self._sft_order(seed, epoch, len(dataset))[position]))
+        dataset, first = self._sft_dataset("train"), step * count
+        indices = {}
+        for draw in range(first, first + count):
+            epoch, position = divmod(draw, len(dataset))
+            indices[draw] = int(self._sft_order(seed, epoch, len(dataset))[position])
+        trajectories = dataset.draw(indices, seed)
         return [
-            replace(trajectory, identity=RecordId(step, i))
-            for i, trajectory in enumerate(dataset.take(indices))
+            replace(trajectories[draw], identity=RecordId(step, draw - first)) for draw in indices
         ]
 
     def test_demonstrations(self, count: int) -> list[Trajectory]:
         dataset = self._sft_dataset("test")
-        trajectories = dataset.take(range(min(count, len(dataset))))
+        trajectories = dataset.first(range(min(count, len(dataset))))
         return [replace(t, identity=RecordId(0, i)) for i, t in enumerate(trajectories)]
 
     def _sft_order(self, seed: int, epoch: int, count: int) -> np.ndarray:
@@ -146,16 +145,11 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         if split not in self._datasets:
             problems = self.load_problems(self.config, split)
             problems = problems[self.config.num_fewshot :] if split == "train" else problems
-            dataset = RenderedDataset(problems, self._trajectories, _num_tokens)
-            key, limit = f"task.{split}", f"task.max_length={self.config.max_length}"
+            key, limit = f"task.{split}", LengthLimit("task.max_length", self.config.max_length)
             with name_key_in_memory_errors(key):
-                dataset.filter_by_length(self.config.max_length, self._cache_key(problems, dataset))
-            if not len(dataset):
-                raise DataError(f"{key}: all {dataset.total} conversations are longer than {limit}")
-            if len(dataset) < dataset.total:
-                omitted = dataset.total - len(dataset)
-                log.warning("%s: %d of %d are longer than %s", key, omitted, dataset.total, limit)
-            self._datasets[split] = dataset
+                self._datasets[split] = RenderedDataset(
+                    problems, key, self._trajectories, _num_tokens, limit
+                )
         return self._datasets[split]
 
     def _trajectories(self, problems: Sequence[ChatProblem]) -> list[tuple[int, Trajectory]]:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from rlinf.data.json_lines import JsonLinesFile
@@ -81,7 +80,7 @@ class MultipleChoiceEnvironment(ProblemSetEnvironment):
         if path is None:
             return ()
 
-        def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> ChatProblem:
+        def parse(prefix: str, item: dict[str, Any]) -> ChatProblem:
             return _parse_question(config, item, prefix, prefix.removeprefix(f"task.{split}: "))
 
         settings = repr(config.model_dump(exclude={"train", "test", "answer_pattern"}))

@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import logging
 from abc import abstractmethod
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from rlinf.config import Section
-from rlinf.data.array_cache import cached_arrays
 from rlinf.data.json_lines import JsonLinesFile, count_overlap
 from rlinf.data.record import RecordId, Scalar
 from rlinf.data.trajectory import ANSWER_SEPARATOR, Trajectory, accepted_answers
@@ -72,8 +70,26 @@ class ChatProblem:
         return replace(self, messages=(*context, {**last, "content": content}))
 
 
+PROMPT_FIELDS = (("question", "prompt", "problem"), ("messages",))
+"""Names of the field with the prompt, searched in this order. A row that has several of one
+parenthesis is ambiguous."""
+ANSWER_FIELDS = (
+    ("answer", "reward_model.ground_truth", "ground_truth"),
+    ("solution",),
+    ("completion",),
+)
+"""Names of the field with the reference answer, searched as :data:`PROMPT_FIELDS`. The fields that
+often hold a whole solution are last."""
+KIND_ROWS = 10_000
+"""Number of rows that decide whether an info field is a number."""
+
+
 def read_problems(
-    path: Path, prompt_field: str, answer_field: str, key: str, info_fields: Sequence[str] = ()
+    path: Path,
+    prompt_field: str | None,
+    answer_field: str | None,
+    key: str,
+    info_fields: Sequence[str] = (),
 ) -> JsonLinesFile[ChatProblem]:
     """Return the problems of a JSON-lines file, each read when it is used.
 
@@ -82,40 +98,92 @@ def read_problems(
 
     Args:
         prompt_field, answer_field: names of the fields with the prompt and the reference answer.
+            None: those of :data:`PROMPT_FIELDS` and :data:`ANSWER_FIELDS` that the first row has.
         key: configuration key that names the file. Error messages begin with a ``prefix``: key,
             file and line.
-        info_fields: names of further fields, for :attr:`ChatProblem.info`.
+        info_fields: names of further fields, for :attr:`ChatProblem.info`. If one is not a number
+            in some of the first :data:`KIND_ROWS` rows, it is JSON in all rows.
 
     Raises:
-        DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is
-            missing, empty or of another type; names the line.
+        DataError: missing or empty file, not UTF-8, or the first row has no or several such fields.
+            On use of a row: it is not JSON, or a field is missing, empty or of another type; names
+            the line.
     """
+    items = JsonLinesFile(path, key, lambda prefix, item: (prefix, item))
+    prefix, first = items[0]
+    prompt = prompt_field or find_field(first, PROMPT_FIELDS, "prompt_field", prefix)
+    answer = answer_field or _find_answer_field(first, prompt, prefix)
+    # The records of a channel have one schema, so a field is a number in all rows or in none.
+    text_fields = {
+        name
+        for prefix, item in (items[:KIND_ROWS] if info_fields else ())
+        for name in info_fields
+        if isinstance(_scalar(_field(item, name, "info_fields", prefix), prefix, name), str)
+    }
 
-    def parse(prefix: str, item: dict[str, Any], is_text_field: np.ndarray) -> ChatProblem:
-        location = prefix.removeprefix(f"{key}: ")
-        problem = _parse_problem(item, prompt_field, answer_field, prefix, location)
-        info = {}
-        for name, is_text in zip(info_fields, is_text_field, strict=True):
+    def parse(prefix: str, item: dict[str, Any]) -> ChatProblem:
+        info: dict[str, Scalar] = {}
+        for name in info_fields:
             value = _scalar(_field(item, name, "info_fields", prefix), prefix, name)
-            info[name] = json.dumps(value) if is_text and not isinstance(value, str) else value
-        return replace(problem, info=info)
+            if isinstance(value, str) and name not in text_fields:
+                raise DataError(
+                    f"{prefix}: {name!r} is {value!r:.40}, but a number in the first {KIND_ROWS:,} "
+                    "rows; make it a number in all rows or in none"
+                )
+            is_number = not isinstance(value, str)
+            info[name] = json.dumps(value) if is_number and name in text_fields else value
+        return _parse_problem(item, prompt, answer, prefix, prefix.removeprefix(f"{key}: "), info)
 
-    def find_text_fields(item: dict[str, Any], is_text_field: np.ndarray) -> None:
-        # If a field is a text in some row, its numbers become JSON texts, because the records of a
-        # channel have one schema.
-        for i, name in enumerate(info_fields):
-            value = _field(item, name, "info_fields", "")
-            is_text_field[i] |= isinstance(_scalar(value, "", name), str)
+    settings = f"problems {prompt!r} {answer!r} {[*info_fields]!r}"
+    return JsonLinesFile(path, key, parse, settings=settings, row_text=question_text)
 
-    settings = f"problems {prompt_field!r} {answer_field!r} {[*info_fields]!r}"
-    return JsonLinesFile(
-        path,
-        key,
-        parse,
-        settings=settings,
-        row_text=question_text,
-        observe=find_text_fields,
-        num_flags=len(info_fields),
+
+def find_field(
+    item: dict[str, Any], names: Sequence[Sequence[str]], option: str, prefix: str
+) -> str:
+    """Return the name of a field of a row, from the first group of ``names`` that has one.
+
+    Args:
+        option: key of ``task`` that names the field otherwise.
+
+    Raises:
+        DataError: the row has none of the names, or several of one group.
+    """
+    for group in names:
+        present = [name for name in group if _has_field(item, name)]
+        if len(present) > 1:
+            raise DataError(
+                f"{prefix}: {' and '.join(map(repr, present))} could both be meant; set "
+                f"task.{option} to one of the columns: {', '.join(item)}"
+            )
+        if present:
+            return present[0]
+    searched = ", ".join(name for group in names for name in group)
+    raise DataError(
+        f"{prefix}: no field {searched}; set task.{option} to one of the columns: "
+        f"{', '.join(item) or 'there are none'}"
+    )
+
+
+def _find_answer_field(item: dict[str, Any], prompt_field: str, prefix: str) -> str:
+    """Return the name of the field with the answer. If the prompt ends with a message of the
+    assistant, none is needed."""
+    try:
+        return find_field(item, ANSWER_FIELDS, "answer_field", prefix)
+    except DataError:
+        messages = item.get(prompt_field)
+        if not isinstance(messages, list) or not messages:
+            raise
+        if _parse_messages(messages, prefix, prompt_field)[-1]["role"] != "assistant":
+            raise
+    return ANSWER_FIELDS[0][0]
+
+
+def _has_field(item: Any, name: str) -> bool:
+    """Return whether a row has a field; see :func:`_field`."""
+    outer, _, inner = name.partition(".")
+    return isinstance(item, dict) and (
+        name in item or bool(inner and _has_field(item.get(outer), inner))
     )
 
 
@@ -132,7 +200,7 @@ def read_conversations(path: Path, field: str | None, key: str) -> JsonLinesFile
             user and one of the assistant; names the line.
     """
 
-    def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> ChatProblem:
+    def parse(prefix: str, item: dict[str, Any]) -> ChatProblem:
         messages, name = _conversation(item, field, prefix)
         if [m["role"] for m in messages[-2:]] != ["user", "assistant"]:
             raise DataError(
@@ -184,14 +252,22 @@ def text_field(item: dict[str, Any], name: str, option: str, prefix: str) -> str
     Raises:
         DataError: the field is missing, empty or of another type.
     """
-    value = _field(item, name, option, prefix)
+    return _text(_field(item, name, option, prefix), prefix, name)
+
+
+def _text(value: Any, prefix: str, name: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{prefix}: {name!r} is {_excerpt(value)}; expected a text or a number")
     return _check_not_empty(str(value), prefix, name)
 
 
 def _parse_problem(
-    item: dict[str, Any], prompt_field: str, answer_field: str, prefix: str, location: str
+    item: dict[str, Any],
+    prompt_field: str,
+    answer_field: str,
+    prefix: str,
+    location: str,
+    info: Mapping[str, Scalar],
 ) -> ChatProblem:
     messages = _parse_messages(
         _field(item, prompt_field, "prompt_field", prefix), prefix, prompt_field
@@ -202,18 +278,17 @@ def _parse_problem(
     if not messages or messages[-1]["role"] != "user":
         raise DataError(f"{prefix}: {prompt_field!r} holds no message of the user to answer")
     if answer_field not in item and "." not in answer_field and demonstration is not None:
-        return ChatProblem(tuple(messages), demonstration, location, demonstration)
-    answer = _field(item, answer_field, "answer_field", prefix)
-    if not isinstance(answer, list):
-        text = text_field(item, answer_field, "answer_field", prefix)
-        return ChatProblem(tuple(messages), text, location, demonstration)
-    answers = [
-        text_field({answer_field: accepted}, answer_field, "answer_field", prefix)
-        for accepted in answer
-    ]
+        return ChatProblem(tuple(messages), demonstration, location, demonstration, info)
+    value = _field(item, answer_field, "answer_field", prefix)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        (reply,) = _parse_messages(value[-1:], prefix, answer_field)
+        return ChatProblem(tuple(messages), reply["content"], location, reply["content"], info)
+    values = value if isinstance(value, list) else [value]
+    answers = [_text(answer, prefix, answer_field) for answer in values]
     if not answers:
         raise DataError(f"{prefix}: {answer_field!r} is an empty list")
-    return ChatProblem(tuple(messages), ANSWER_SEPARATOR.join(answers), location, demonstration)
+    answer = ANSWER_SEPARATOR.join(answers)
+    return ChatProblem(tuple(messages), answer, location, demonstration, info)
 
 
 def _scalar(value: Any, prefix: str, field: str) -> Scalar:
@@ -298,8 +373,12 @@ def _check_not_empty(value: str, prefix: str, field: str) -> str:
 
 
 def _check_unicode(value: str, prefix: str, field: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{prefix}: {field!r} has half of a surrogate pair, which is no character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{prefix}: {field!r} has half of a surrogate pair, which is no character"
+        ) from None
     return value
 
 
@@ -320,12 +399,13 @@ T = TypeVar("T")
 Split = Literal["train", "test"]
 RENDER_CHUNK, RENDER_CHUNK_CHARACTERS = 2048, 8 << 20
 """Maximum number of problems, and approximate maximum of characters, that are rendered at once."""
-MAX_CACHED_PROMPTS = 4096
-"""Maximum number of rendered prompts that stay in memory."""
-DISK_CACHE_MIN_PROBLEMS = 20_000
-"""From this many problems on, their token counts are cached on disk for all processes."""
-TOKENIZER_PROBES = 8
-"""Number of rendered problems in the key of the disk cache."""
+MEASURED_PROBLEMS = 4096
+"""Number of problems whose tokens are counted before a run. It decides which problems are drawn,
+so a change of it changes results."""
+MAX_CACHED_PROBLEMS = 4096
+"""Maximum number of rendered problems that stay in memory."""
+MAX_REDRAWS = 1000
+"""Maximum number of problems that are drawn instead of one whose prompt is too long."""
 
 
 class ProblemSetConfig(Section):
@@ -372,104 +452,215 @@ class RenderedProblem(Prompt):
         return self.rendered
 
 
+@dataclass(frozen=True)
+class LengthLimit:
+    """The maximum number of tokens of an item, and the key that sets it."""
+
+    key: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.tokens}"
+
+
 class RenderedDataset(Generic[T]):
     """Items (prompts or whole conversations) that are rendered from problems on use.
 
-    The last :data:`MAX_CACHED_PROMPTS` rendered items stay in memory. All others are rendered
-    again when they are used; the first rendering only counted their tokens.
+    The tokens of the first :data:`MEASURED_PROBLEMS` problems are counted at once, and their items
+    above the limit are left out. Further problems are rendered when they are drawn. If one is then
+    above the limit, another is drawn instead. The last :data:`MAX_CACHED_PROBLEMS` rendered
+    problems stay in memory.
     """
 
     def __init__(
         self,
         problems: Sequence[ChatProblem],
+        key: str,
         render: Callable[[Sequence[ChatProblem]], list[tuple[int, T]]],
         num_tokens: Callable[[T], int],
+        limit: LengthLimit,
     ) -> None:
         """
         Args:
+            key: configuration key that names the set of problems.
             render: renders problems to items, each with the index of its problem in the argument. A
                 problem may become several consecutive items.
             num_tokens: returns the number of tokens of an item.
+
+        Raises:
+            DataError: all of the first problems are above the limit.
         """
-        self._problems, self.render, self._num_tokens = problems, render, num_tokens
-        self._cache: OrderedDict[tuple[int, int], T] = OrderedDict()
-        self._places = np.zeros((0, 2), np.int64)
-        """For each item within the limit: the index of its problem, and its index among the items
-        of that problem, int64 ``[N, 2]``."""
+        self.problems, self.key, self.limit = problems, key, limit
+        self._render, self._num_tokens = render, num_tokens
+        self._cache: OrderedDict[int, list[T]] = OrderedDict()
+        """Items within the limit by index of their problem."""
+        self._places = list[tuple[int, int]]()
+        """For each item of a measured problem within the limit: the index of its problem, and its
+        index among the items of that problem."""
+        self.num_measured = 0
+        """Number of problems whose tokens were counted, from the first on."""
+        self.num_omitted = 0
+        """Number of their items above the limit."""
         self.longest = 0
-        """Number of tokens of the longest item within the limit."""
-        self.total = 0
-        """Number of items, including those above the limit."""
-        self.first_omitted: tuple[int, int] | None = None
-        """Index of the problem of the first item above the limit, and its number of tokens."""
+        """Number of tokens of the longest of their items within the limit."""
+        self._has_warned = False
+        first_omitted = self._measure(min(MEASURED_PROBLEMS, len(problems)))
+        self._num_known, self._first_unknown = len(self._places), self.num_measured
+        number = f"{'' if self.is_measured else 'the first '}{self.num_measured}"
+        if not self._places:
+            raise DataError(
+                f"{key}: all {number.removeprefix('the ')} prompts, from {problems[0].location} on,"
+                f" are longer than {limit}"
+            )
+        if first_omitted is not None:
+            log.warning(
+                "%s: %d of %s problems are left out: their prompts are longer than %s; the first "
+                "is %s with %d tokens",
+                key,
+                self.num_omitted,
+                number,
+                limit,
+                problems[first_omitted[0]].location,
+                first_omitted[1],
+            )
 
     def __len__(self) -> int:
+        """Return the number of items to draw from. A problem that was not measured at first counts
+        as one."""
+        return self._num_known + len(self.problems) - self._first_unknown
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the tokens of all problems were counted."""
+        return self.num_measured == len(self.problems)
+
+    @property
+    def max_tokens(self) -> int:
+        """Upper bound of the tokens of an item within the limit."""
+        return self.longest if self.is_measured else self.limit.tokens
+
+    def count(self) -> int:
+        """Return the number of items within the limit, after counting the tokens of all."""
+        self._measure(len(self.problems))
         return len(self._places)
 
-    def filter_by_length(self, max_tokens: int, cache_key: str | None = None) -> None:
-        """Select the items of at most ``max_tokens`` tokens.
+    def first(self, indices: Sequence[int]) -> list[T]:
+        """Return items by index among those within the limit, in the order of the file. Beyond the
+        last item they begin again."""
+        while len(self._places) <= max(indices, default=0) and not self.is_measured:
+            self._measure(self.num_measured + RENDER_CHUNK)
+        places = [self._places[index % len(self._places)] for index in indices]
+        items = self._items([row for row, _ in places])
+        return [items[row][part] for row, part in places]
+
+    def draw(self, indices: Mapping[int, int], seed: int) -> dict[int, T]:
+        """Return the item of each draw.
+
+        If a drawn problem has no item within the limit, others are drawn instead, at random by
+        ``seed`` and the number of the draw. If it has several, the number chooses one.
 
         Args:
-            cache_key: key of the disk cache, a text that determines the lengths; None: do not
-                cache.
+            indices: index of the item, below ``len(self)``, by number of the draw.
+
+        Raises:
+            DataError: too many problems in a row are above the limit.
         """
-        arrays = (
-            self._count_tokens()
-            if cache_key is None
-            else cached_arrays("tokens", cache_key, self._count_tokens, use_file=True)
+        found: dict[int, T] = {}
+        pending = dict(indices)
+        for attempt in range(MAX_REDRAWS):
+            places = {draw: self._place(index) for draw, index in pending.items()}
+            items = self._items([row for row, _ in places.values()])
+            for draw, (row, part) in places.items():
+                if items[row]:
+                    found[draw] = items[row][draw % len(items[row]) if part is None else part]
+                else:
+                    self._warn_of_skipped(row)
+            pending = {
+                draw: int(generator(seed, "redraw", self.key, draw, attempt).integers(len(self)))
+                for draw in pending
+                if draw not in found
+            }
+            if not pending:
+                return found
+        raise DataError(
+            f"{self.key}: {MAX_REDRAWS} problems were drawn one after the other, and all are longer"
+            f" than {self.limit}; raise it, or remove long problems from the file"
         )
-        tokens = arrays["tokens"]
-        self._places, self.total = arrays["places"][tokens <= max_tokens], len(tokens)
-        self.longest = int(tokens[tokens <= max_tokens].max(initial=0))
-        if len(omitted := np.flatnonzero(tokens > max_tokens)):
-            self.first_omitted = int(arrays["places"][omitted[0], 0]), int(tokens[omitted[0]])
 
-    def take(self, indices: Sequence[int]) -> list[T]:
-        """Return items by index among the items within the limit."""
-        places = [(int(row), int(part)) for row, part in self._places[list(indices)]]
-        rows = list(dict.fromkeys(place[0] for place in places if place not in self._cache))
-        rendered = self._render_rows(rows, [self._problems[row] for row in rows]) if rows else {}
-        items = [rendered[p] if p in rendered else self._cache[p] for p in places]
-        self._add_to_cache(rendered)
-        return items
+    def _place(self, index: int) -> tuple[int, int | None]:
+        """Return the problem of an item, and its index among the items of that problem. None: it is
+        not known before the problem is rendered."""
+        if index < self._num_known:
+            return self._places[index]
+        return self._first_unknown + index - self._num_known, None
 
-    def __getitem__(self, index: int) -> T:
-        return self.take([index])[0]
+    def _warn_of_skipped(self, row: int) -> None:
+        if not self._has_warned:
+            log.warning(
+                "%s: %s is skipped and another problem drawn, because it is longer than %s; further"
+                " ones are skipped without a warning",
+                self.key,
+                self.problems[row].location,
+                self.limit,
+            )
+        self._has_warned = True
 
-    def _count_tokens(self) -> dict[str, np.ndarray]:
-        """Return the number of tokens of every item, and its place, as in :attr:`_places`."""
-        places, tokens = list[np.ndarray](), list[np.ndarray]()
-        for rows, problems in _chunks(self._problems):
+    def _measure(self, end: int) -> tuple[int, int] | None:
+        """Count the tokens of the problems before ``end``. Returns the first problem that has an
+        item above the limit, and its number of tokens; None: there is none."""
+        first_omitted = None
+        for rows, problems in _chunks(self.problems, self.num_measured, end):
             rendered = self._render_rows(rows, problems)
-            places.append(np.array(list(rendered), np.int64).reshape(-1, 2))
-            tokens.append(np.array([self._num_tokens(i) for i in rendered.values()], np.int64))
+            for row, items in rendered.items():
+                lengths = [self._num_tokens(item) for item in items]
+                fitting = [length for length in lengths if length <= self.limit.tokens]
+                self._places += [(row, part) for part in range(len(fitting))]
+                self.longest = max(self.longest, *fitting, 0)
+                self.num_omitted += len(lengths) - len(fitting)
+                if len(fitting) < len(lengths) and first_omitted is None:
+                    first_omitted = row, max(lengths)
             self._add_to_cache(rendered)
-        return {"places": np.concatenate(places), "tokens": np.concatenate(tokens)}
+            self.num_measured = rows[-1] + 1
+        return first_omitted
+
+    def _items(self, rows: Sequence[int]) -> dict[int, list[T]]:
+        """Return the items within the limit of each problem."""
+        cached = {row: self._cache[row] for row in rows if row in self._cache}
+        missing = [row for row in dict.fromkeys(rows) if row not in cached]
+        rendered = self._render_rows(missing, [self.problems[row] for row in missing])
+        return cached | self._add_to_cache(rendered)
 
     def _render_rows(
         self, rows: Sequence[int], problems: Sequence[ChatProblem]
-    ) -> dict[tuple[int, int], T]:
-        rendered: dict[tuple[int, int], T] = {}
-        num_parts: Counter[int] = Counter()
-        for index, item in self.render(problems):
-            row = rows[index]
-            rendered[row, num_parts[row]] = item
-            num_parts[row] += 1
+    ) -> dict[int, list[T]]:
+        """Return all items of some problems by index of the problem."""
+        rendered: dict[int, list[T]] = {row: [] for row in rows}
+        for index, item in self._render(problems) if problems else ():
+            rendered[rows[index]].append(item)
         return rendered
 
-    def _add_to_cache(self, rendered: Mapping[tuple[int, int], T]) -> None:
-        self._cache.update(rendered)
-        while len(self._cache) > MAX_CACHED_PROMPTS:
+    def _add_to_cache(self, rendered: Mapping[int, Sequence[T]]) -> dict[int, list[T]]:
+        """Keep the items within the limit, and return them."""
+        items = {
+            row: [i for i in items if self._num_tokens(i) <= self.limit.tokens]
+            for row, items in rendered.items()
+        }
+        self._cache.update(items)
+        while len(self._cache) > MAX_CACHED_PROBLEMS:
             self._cache.popitem(last=False)
+        return items
 
 
-def _chunks(problems: Sequence[ChatProblem]) -> Iterator[tuple[list[int], list[ChatProblem]]]:
-    """Yield all problems in chunks, with their indices."""
+def _chunks(
+    problems: Sequence[ChatProblem], start: int, end: int
+) -> Iterator[tuple[list[int], list[ChatProblem]]]:
+    """Yield the problems from ``start`` to ``end`` in chunks, with their indices."""
     chunk, size = list[ChatProblem](), 0
-    for row, problem in enumerate(problems):
+    end = min(end, len(problems))
+    for row, problem in enumerate(problems[start:end], start):
         chunk.append(problem)
         size += sum(len(message["content"]) for message in problem.messages)
-        if len(chunk) == RENDER_CHUNK or size > RENDER_CHUNK_CHARACTERS or row + 1 == len(problems):
+        if len(chunk) == RENDER_CHUNK or size > RENDER_CHUNK_CHARACTERS or row + 1 == end:
             yield list(range(row + 1 - len(chunk), row + 1)), chunk
             chunk, size = [], 0
 
@@ -549,8 +740,8 @@ class ProblemSetEnvironment(PromptEnvironment):
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         environment = cls(config, processor)
         return TaskSize(
-            environment.num_problems("train"),
-            environment.num_problems("test"),
+            sum(map(len, environment._training.values())),
+            len(environment._test),
             environment.longest_prompt,
         )
 
@@ -558,21 +749,19 @@ class ProblemSetEnvironment(PromptEnvironment):
     def max_context(cls, config: Any, horizon: int) -> int | None:
         return int(config.max_prompt_length) + horizon
 
-    def num_problems(self, split: Split) -> int:
-        """Return the number of problems whose prompts are within the limit."""
-        return sum(map(len, self._training.values())) if split == "train" else len(self._test)
+    def num_test_problems(self) -> int:
+        """Return the number of test problems whose prompts are within the limit."""
+        return self._test.count()
 
     @property
     def longest_prompt(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return max(prompts.longest for prompts in (*self._training.values(), self._test))
+        """Upper bound of the number of tokens of a prompt: that of the longest one, or the limit if
+        not all were counted."""
+        return max(prompts.max_tokens for prompts in (*self._training.values(), self._test))
 
-    def prompt_sets(self) -> dict[str, RenderedDataset[RenderedProblem]]:
-        """Return the problems within the limit by configuration key of their set, training sets
-        first."""
-        keys = {name: part.key for name, part in self.training_sets(self.config).items()}
-        training = {keys[name]: dataset for name, dataset in self._training.items()}
-        return {**training, "task.test": self._test}
+    def prompt_sets(self) -> list[RenderedDataset[RenderedProblem]]:
+        """Return the sets of problems, training sets first."""
+        return [*self._training.values(), self._test]
 
     def final_answer(self, trajectory: Trajectory) -> str | None:
         """Return the final answer of a response in a normalised form, so that equal answers are
@@ -584,7 +773,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         """Return training problems without replacement, in a new order for each epoch of their set
         (:class:`rlinf.envs.problem_mixture.ProblemMixture`), or the first test problems."""
         if request.split == "test":
-            return self._test.take([group % len(self._test) for group in request.group_ids])
+            return self._test.first(request.group_ids)
         start = request.iteration * request.num_groups
         return self._draw(request.seed, [start + group for group in request.group_ids])
 
@@ -592,30 +781,33 @@ class ProblemSetEnvironment(PromptEnvironment):
         """Return the training problems of some draws (see :meth:`ProblemMixture.locate`). If there
         are several sets, ``info`` has the name of the problem's set, ``task``."""
         assert self._mixture is not None, "a run without training problems is rejected"
-        places = [self._mixture.locate(seed, draw) for draw in draws]
+        places = {draw: self._mixture.locate(seed, draw) for draw in draws}
         problems: dict[int, RenderedProblem] = {}
         for name, dataset in self._training.items():
-            rows = [row for row, place in enumerate(places) if place[0] == name]
-            for row, problem in zip(rows, dataset.take([places[r][1] for r in rows]), strict=True):
+            indices = {draw: index for draw, (chosen, index) in places.items() if chosen == name}
+            for draw, problem in dataset.draw(indices, seed).items():
                 info = {**problem.info, "task": name} if name else problem.info
-                problems[row] = replace(problem, info=info)
-        return [problems[row] for row in range(len(draws))]
+                problems[draw] = replace(problem, info=info)
+        return [problems[draw] for draw in draws]
 
     def reasoning_tags(self) -> ReasoningTags:
         """Return the tags of reasoning in responses. The chat template may already have written the
         opening tag."""
         tags = ReasoningTags()
-        prompt = self._test[0].rendered
+        prompt = self._test.first([0])[0].rendered
         return replace(tags, starts_open=tags.ends_with_open_tag(prompt))
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
+        draws = range(step * count, (step + 1) * count)
         if "" in self._training:
             problems = self._training[""]
             # The address is "jsonl" for all tasks, so that older runs give the same results.
             random = generator(seed, "jsonl", "demonstration", step)
-            prompts = problems.take(random.integers(len(problems), size=count).tolist())
+            indices = random.integers(len(problems), size=count).tolist()
+            found = problems.draw(dict(zip(draws, indices, strict=True)), seed)
+            prompts = [found[draw] for draw in draws]
         else:
-            prompts = self._draw(seed, range(step * count, (step + 1) * count))
+            prompts = self._draw(seed, draws)
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
         replies = self.encode(self._demonstration_texts(prompts))
         end_token = self.chat_format.end_of_turn_token_id
@@ -642,8 +834,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         return [turn.completion for (turn,) in turns]
 
     def _load(self, problems: Sequence[ChatProblem], key: str) -> RenderedDataset[RenderedProblem]:
-        """Return the problems whose prompts are within the limit. All prompts are rendered once, in
-        chunks, to count their tokens.
+        """Return the prompts of problems.
 
         Raises:
             DataError: no prompt is within the limit; a problem or setting needs a chat template;
@@ -653,57 +844,14 @@ class ProblemSetEnvironment(PromptEnvironment):
             raise DataError(
                 f"{key}: no problem is left beside task.num_fewshot={self.config.num_fewshot}"
             )
-        max_tokens = self.config.max_prompt_length
-        dataset = RenderedDataset(
-            problems,
-            lambda chunk: list(enumerate(self._render_problems(chunk, key))),
-            lambda prompt: prompt.num_tokens,
-        )
-        if len(problems) >= DISK_CACHE_MIN_PROBLEMS:
-            log.info("%s: counting the tokens of %d prompts", key, len(problems))
         with name_key_in_memory_errors(key):
-            dataset.filter_by_length(max_tokens, self._cache_key(problems, dataset))
-        if not len(dataset):
-            raise DataError(
-                f"{key}: all {len(problems)} prompts, from {problems[0].location} on, are longer "
-                f"than task.max_prompt_length={max_tokens}"
-            )
-        if dataset.first_omitted is not None:
-            row, num_tokens = dataset.first_omitted
-            log.warning(
-                "%s: %d of %d problems are left out: their prompts are longer than "
-                "task.max_prompt_length=%d; the first is %s with %d tokens",
+            return RenderedDataset(
+                problems,
                 key,
-                len(problems) - len(dataset),
-                len(problems),
-                max_tokens,
-                problems[row].location,
-                num_tokens,
+                lambda chunk: list(enumerate(self._render_problems(chunk, key))),
+                lambda prompt: prompt.num_tokens,
+                LengthLimit("task.max_prompt_length", self.config.max_prompt_length),
             )
-        return dataset
-
-    def _cache_key(
-        self, problems: Sequence[ChatProblem], dataset: RenderedDataset[Any]
-    ) -> str | None:
-        """Return the cache key for :meth:`RenderedDataset.filter_by_length`; None if the set is so
-        small that its lengths are not cached.
-
-        The key includes the first rendered problems, because they depend on all settings of the
-        tokenizer and its template.
-        """
-        if not isinstance(problems, JsonLinesFile) or len(problems) < DISK_CACHE_MIN_PROBLEMS:
-            return None
-        tokenizer = self.tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        parts = (
-            (problems.digest, len(problems)),
-            self.config.model_dump_json(exclude={"grader_workers", "timeout_s"}),
-            type(tokenizer).__name__,
-            backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
-            (self.chat_format.template, dict(self.chat_format.template_kwargs)),
-            [repr(item) for item in dataset.render(problems[:TOKENIZER_PROBES])],
-        )
-        return repr(parts)
 
     def _render_problems(self, problems: Sequence[ChatProblem], key: str) -> list[RenderedProblem]:
         """Render the prompts of problems.

@@ -71,7 +71,7 @@ def read_documents(path: Path, field: str) -> JsonLinesFile[Document]:
         DataError: missing or empty file, or a malformed line.
     """
 
-    def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> Document:
+    def parse(prefix: str, item: dict[str, Any]) -> Document:
         return Document(text_field(item, field, "document_field", prefix))
 
     return JsonLinesFile(path, "task.documents", parse, settings=f"documents {field!r}")
@@ -89,7 +89,7 @@ def read_questions(
         DataError: missing or empty file, or a malformed line.
     """
 
-    def parse(prefix: str, item: dict[str, Any], flags: np.ndarray) -> SearchQuestion:
+    def parse(prefix: str, item: dict[str, Any]) -> SearchQuestion:
         text = text_field(item, question_field, "question_field", prefix)
         answers = _text_fields(item, answer_field, "answer_field", prefix)
         queries = _text_fields(item, "queries", "queries", prefix) if "queries" in item else (text,)

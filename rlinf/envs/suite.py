@@ -60,7 +60,7 @@ class EvaluationSuite(PromptEnvironment):
             cls, options = set_class(key, settings)
             self._sets[name] = environment = _create_set(key, cls, options, processor)
             num_problems, total = (
-                environment.num_problems("test"),
+                environment.num_test_problems(),
                 len(cls.load_problems(options, "test")),
             )
             if num_problems < total:
@@ -119,7 +119,7 @@ class EvaluationSuite(PromptEnvironment):
         placed = []
         for name, environment in self._sets.items():
             settings = self.config.sets[name]
-            num_problems = min(environment.num_problems("test"), settings.max_problems or 1 << 62)
+            num_problems = min(environment.num_test_problems(), settings.max_problems or 1 << 62)
             size = settings.samples_per_problem
             # Each set is spread evenly over the sample numbers, and so over the processes.
             placed += [

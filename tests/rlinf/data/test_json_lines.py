@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data import array_cache, json_lines
+from rlinf.data import json_lines
 from rlinf.data.json_lines import JsonLinesFile, count_overlap
 from rlinf.errors import DataError, ResourceError
 
 
-def item_of(where: str, item: dict[str, Any], flags: np.ndarray) -> dict[str, Any]:
+def item_of(where: str, item: dict[str, Any]) -> dict[str, Any]:
     if "bad" in item:
         raise DataError(f"{where}: bad")
     return item
@@ -62,17 +60,20 @@ def test_rows_are_those_of_the_file(
     assert list(found[1:][::2]) == rows[1:][::2]
 
 
-def test_a_malformed_row_is_refused_by_its_line_before_any_is_used(tmp_path: Path) -> None:
+def test_a_malformed_row_is_refused_by_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(30)])
     lines = path.read_text().splitlines()
     lines[16] = '{"a": '
     path.write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"^task\.train: .*a\.jsonl, line 17: not JSON"):
-        rows_of(path)
+        rows_of(path).digests
+    assert rows_of(path)[15] == {"a": 15}, "other rows can be read"
     lines[16] = '{"bad": 1}'
     path.write_text("\n\n".join(lines))
     with pytest.raises(DataError, match="line 33: bad"):
-        rows_of(path)
+        rows_of(path).digests
+    with pytest.raises(DataError, match="line 33: bad"):
+        rows_of(path)[16]
 
 
 def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path) -> None:
@@ -98,19 +99,61 @@ def test_a_file_whose_bytes_stay_may_get_another_time(tmp_path: Path) -> None:
             rows[0]
 
 
-def test_a_file_that_changes_while_it_is_build_index_is_refused(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_a_file_that_changes_while_it_is_checked_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(3)])
 
-    def add(item: dict[str, Any], flags: np.ndarray) -> None:
+    def parse(where: str, item: dict[str, Any]) -> dict[str, Any]:
         if item == {"a": 2}:
             with path.open("a") as file:
                 file.write('{"a": 3}\n')
+        return item
 
-    with pytest.raises(DataError, match="changed while it was in use"):
-        rows_of(path, observe=add)
-    assert not cache.exists() or not [*cache.iterdir()]
+    rows = JsonLinesFile(path, "task.train", parse)
+    for _ in range(2):
+        with pytest.raises(DataError, match="changed while it was in use"):
+            rows.digests
+
+
+def test_all_rows_of_a_file_are_checked_once(tmp_path: Path) -> None:
+    parsed = list[dict[str, Any]]()
+
+    def parse(where: str, item: dict[str, Any]) -> dict[str, Any]:
+        parsed.append(item)
+        return item
+
+    rows = [{"a": row} for row in range(9)]
+    path = write(tmp_path / "a.jsonl", rows[:8])
+    assert len(JsonLinesFile(path, "task.train", parse)) == 8
+    assert parsed == [], "opening a file parses nothing"
+    first = JsonLinesFile(path, "task.train", parse).digests
+    again = JsonLinesFile(path, "task.train", parse)[3:].digests
+    assert parsed == rows[:8]
+    assert again.tolist() == first[3:].tolist()
+    JsonLinesFile(path, "task.train", parse, settings="others").digests
+    write(path, rows)
+    assert len(JsonLinesFile(path, "task.train", parse).digests) == 9
+    assert len(parsed) == 8 + 8 + 9, "other settings, and then other bytes"
+
+
+@pytest.mark.parametrize("block", [2, 7, 64, 1 << 20])
+def test_lines_are_found_across_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", block)
+    lines = ["", '{"a": "é"}', "  ", ' {"a": "日本"}', "\t", '{"a": 3}', ""]
+    path = tmp_path / "a.jsonl"
+    for start, end in itertools.product(["", "\ufeff"], ["", "\n", " \n"]):
+        path.write_text(start + "\n".join(lines) + end)
+        rows = rows_of(path)
+        assert list(rows) == [{"a": "é"}, {"a": "日本"}, {"a": 3}]
+        assert len(rows.digests) == 3
+        path.unlink()
+    path.write_text("\n".join([*lines, '{"bad": 1}']))
+    with pytest.raises(DataError, match="line 8: bad"):
+        rows_of(path)[3]
+    path.write_bytes('{"a": "é"}'.encode() + b"\n\xc3")
+    with pytest.raises(DataError, match=r"not UTF-8 text \(byte 12\)"):
+        rows_of(path)
 
 
 def test_a_file_without_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +164,12 @@ def test_a_file_without_lines_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_memory_that_has_no_room_is_named_by_the_key(tmp_path: Path) -> None:
-    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> None:
+    def parse(where: str, item: dict[str, Any]) -> None:
         raise MemoryError
 
     path = write(tmp_path / "a.jsonl", [{"a": 1}])
     with pytest.raises(ResourceError, match=r"^task\.train: .*no memory left"):
-        JsonLinesFile(path, "task.train", parse)
+        JsonLinesFile(path, "task.train", parse).digests
 
 
 def test_rows_in_both_files_are_counted(tmp_path: Path) -> None:
@@ -136,160 +179,3 @@ def test_rows_in_both_files_are_counted(tmp_path: Path) -> None:
     assert count_overlap([rows_of(train)[:4]], rows_of(test)) == (1, 4)
     assert count_overlap([rows_of(train)[:4], rows_of(train)[4:]], rows_of(test)) == (3, 4)
     assert count_overlap([], rows_of(test)) == (0, 4)
-
-
-DAMAGES: dict[str, Callable[[Path, dict[str, np.ndarray]], object]] = {
-    "names": lambda path, arrays: save(path, {"other": arrays["lines"]}),
-    "array": lambda path, arrays: path.write_bytes(npy(arrays["lines"])),
-    "fewer": lambda path, arrays: save(path, {k: v[:1] for k, v in arrays.items()}),
-    "uneven": lambda path, arrays: save(path, {**arrays, "sizes": arrays["sizes"][:3]}),
-    "beyond": lambda path, arrays: save(path, {**arrays, "offsets": arrays["offsets"] + 99}),
-    "no-rows": lambda path, arrays: save(path, {}),
-    "pipe": lambda path, arrays: os.mkfifo(path, 0o600),
-}
-"""What may lie under the name of an index."""
-
-
-def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    np.savez(path, **arrays)
-    path.chmod(0o600)
-
-
-def npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of its own, for files of any size, as another process would see it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(json_lines, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr(array_cache, "_in_memory", {})
-    monkeypatch.setattr(array_cache, "MAX_IN_MEMORY", 0)
-    array_cache._warn.cache_clear()
-    return tmp_path / "cache/rlinf/rows"
-
-
-def test_the_index_of_a_large_file_is_made_once(tmp_path: Path, cache: Path) -> None:
-    parsed = list[dict[str, Any]]()
-
-    def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> dict[str, Any]:
-        parsed.append(item)
-        return item
-
-    rows = [{"a": row} for row in range(10)]
-    path = write(tmp_path / "a.jsonl", rows[:9])
-    JsonLinesFile(path, "task.train", parse)
-    assert parsed == rows[:9]
-    (kept,) = cache.iterdir()
-    assert kept.stat().st_mode & 0o077 == 0
-    parsed.clear()
-    again = JsonLinesFile(path, "task.train", parse)
-    assert not parsed
-    assert list(again) == rows[:9]
-    write(path, rows[1:])
-    parsed.clear()
-    JsonLinesFile(path, "task.train", parse)
-    assert parsed == rows[1:], "other bytes"
-
-
-@pytest.mark.parametrize("damage", ["rubbish", "cut", "folder", *DAMAGES])
-def test_a_damaged_cache_is_made_again(tmp_path: Path, cache: Path, damage: str) -> None:
-    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
-    first = list(rows_of(path))
-    (kept,) = cache.iterdir()
-    if damage == "rubbish":
-        kept.write_bytes(b"PK rubbish")
-    elif damage == "cut":
-        kept.write_bytes(kept.read_bytes()[:-300])
-    elif damage in DAMAGES:
-        with np.load(kept) as archive:
-            arrays = dict(archive)
-        kept.unlink()
-        DAMAGES[damage](kept, arrays)
-    else:
-        kept.unlink()
-        kept.mkdir()
-    assert list(rows_of(path)) == first
-
-
-def test_the_index_of_another_file_is_not_believed(tmp_path: Path, cache: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
-    first = list(rows_of(path))
-    (kept,) = cache.iterdir()
-    rows_of(write(tmp_path / "b.jsonl", [{"a": 1}]))
-    (other,) = set(cache.iterdir()) - {kept}
-    other.rename(kept)
-    assert list(rows_of(path)) == first
-
-
-def test_what_others_can_write_is_not_believed(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(tmp_path / "a.jsonl", [{"a": row} for row in range(9)])
-    cache.mkdir(parents=True, mode=0o755)
-    cache.chmod(0o777)
-    rows_of(path)
-    (kept,) = cache.iterdir()
-    assert cache.stat().st_mode & 0o077 == 0, "the folder was the user's own"
-    kept.chmod(0o666)
-    rows_of(path)
-    assert kept.stat().st_mode & 0o077 == 0, "made again"
-    monkeypatch.setattr(os, "getuid", lambda: kept.stat().st_uid + 1)
-    before = kept.stat()
-    assert rows_of(path)[8] == {"a": 8}
-    assert "belongs to another user" in caplog.text
-    assert kept.stat() == before
-
-
-@pytest.mark.parametrize("case", ["file", "no-home", "full"])
-def test_a_cache_that_cannot_be_used_is_said_once(
-    case: str,
-    tmp_path: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(*values: Any, **more: Any) -> Any:
-        raise RuntimeError("no home") if case == "no-home" else OSError(28, "No space left")
-
-    if case == "file":
-        (tmp_path / "cache").write_text("")
-    elif case == "no-home":
-        monkeypatch.setattr(Path, "expanduser", fail)
-    else:
-        monkeypatch.setattr(np, "savez", fail)
-    for count in (3, 4):
-        rows = [{"a": row} for row in range(count)]
-        if case == "no-home":
-            assert array_cache.cached_arrays("a", str(count), dict, use_file=True) == {}
-        else:
-            assert list(rows_of(write(tmp_path / "a.jsonl", rows))) == rows
-    assert caplog.text.count("cannot be used") == 1
-    assert not cache.is_dir() or not [*cache.iterdir()]
-
-
-def test_files_that_are_too_old_or_too_large_together_are_removed(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def keep(name: str, age_s: float) -> Path:
-        known = set(cache.iterdir()) if cache.exists() else set()
-        array_cache.cached_arrays("a", name, lambda: {"a": np.zeros(1000)}, use_file=True)
-        (made,) = set(cache.iterdir()) - known
-        os.utime(made, (made.stat().st_atime, made.stat().st_mtime - age_s))
-        return made
-
-    old, used, left = keep("old", 40 * 86400), keep("used", 0), keep("left", 3600)
-    assert set(cache.iterdir()) == {used, left}
-    partial = cache / ".partial-of-a-process-that-was-killed"
-    partial.write_text("")
-    os.utime(partial, (0, 0))
-    monkeypatch.setattr(array_cache, "MAX_CACHE_BYTES", 2 * used.stat().st_size)
-    newest = keep("newest", 0)
-    assert set(cache.iterdir()) == {used, newest}
-    os.utime(used, (0, 0))
-    array_cache.cached_arrays("a", "used", lambda: pytest.fail("it is there"), use_file=True)
-    assert used.stat().st_mtime > 1e9, "a use counts"
-    assert not old.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 
 from rlinf.channels.record_files import read_records, write_records
-from rlinf.data import array_cache
 from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs import problem_set
@@ -64,29 +64,20 @@ def test_an_epoch_asks_every_problem_once(tmp_path: Path) -> None:
     assert sorted(requests[5:]) == [f"q {i}" for i in range(5)]
 
 
-class Vocabulary(Words):
-    """The same, as the cache tells tokenizers apart."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(number): number for number in range(9)}
-
-
-def draw_questions(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
-    """Everything that three iterations, a test and a fine-tuning step ask."""
+def draw_questions(task: JsonlEnvironment, iterations: int = 3) -> list[tuple[str, str]]:
+    """Everything that some iterations, a test and a fine-tuning step ask."""
     prompts = [
         prompt
-        for iteration in range(3)
+        for iteration in range(iterations)
         for prompt in task.prompts(RolloutRequest(3, iteration, "train", range(8), 8, 1, 8, 1.0))
     ]
     prompts += task.prompts(RolloutRequest(0, 0, "test", range(4), 4, 1, 8, 1.0))
     actions = [record.actions.sum() for record in task.demonstrations(1, 2, 5)]
-    return [(p.model_input, p.answer, p.num_tokens) for p in prompts] + [
-        ("", "", int(a)) for a in actions
-    ]
+    return [(p.model_input, p.answer) for p in prompts] + [("", str(a)) for a in actions]
 
 
 @pytest.fixture
-def rendered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many problems were rendered, at each call; three at a time, two of them remembered."""
     counts: list[int] = []
     plain = JsonlEnvironment._render_problems
@@ -97,16 +88,14 @@ def rendered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     monkeypatch.setattr(JsonlEnvironment, "_render_problems", counted)
     monkeypatch.setattr(problem_set, "RENDER_CHUNK", 3)
-    monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 2)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(problem_set, "MAX_CACHED_PROBLEMS", 2)
     return counts
 
 
-def long_rows(path: Path) -> JsonlConfig:
-    """Twenty problems, every fourth of which is too long."""
+def long_rows(path: Path, is_long: Callable[[int], bool] = lambda i: i % 4 == 3) -> JsonlConfig:
+    """Twenty problems, of which some are too long."""
     rows = [
-        {"question": f"q {i} " + "and more " * 5 * (i % 4 == 3), "answer": f"{i}"}
-        for i in range(20)
+        {"question": f"q {i} " + "and more " * 5 * is_long(i), "answer": f"{i}"} for i in range(20)
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     return JsonlConfig(train=path, test=path, max_prompt_length=8, num_fewshot=0)
@@ -116,7 +105,7 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     tmp_path: Path, rendered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = long_rows(tmp_path / "p.jsonl")
-    few = JsonlEnvironment(config, Vocabulary())
+    few = JsonlEnvironment(config, Words())
     assert max(rendered) == 3
     found = draw_questions(few)
     rendered.clear()
@@ -124,37 +113,54 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     assert sum(rendered) > 2, "two are remembered, and the others rendered again"
     assert "q 3 " not in str(found)
     monkeypatch.setattr(problem_set, "RENDER_CHUNK", 2048)
-    monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 4096)
+    monkeypatch.setattr(problem_set, "MAX_CACHED_PROBLEMS", 4096)
     rendered.clear()
-    every = JsonlEnvironment(config, Vocabulary())
+    every = JsonlEnvironment(config, Words())
     assert draw_questions(every) == found
     assert rendered == [20, 20], "nothing is rendered twice where all of it stays"
 
 
-def test_a_later_process_renders_what_it_asks_alone(
-    tmp_path: Path, rendered: list[int], monkeypatch: pytest.MonkeyPatch
+def test_prompts_of_a_large_file_are_rendered_when_they_are_drawn(
+    tmp_path: Path,
+    rendered: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(problem_set, "MEASURED_PROBLEMS", 5)
     config = long_rows(tmp_path / "p.jsonl")
-    monkeypatch.setattr(problem_set, "DISK_CACHE_MIN_PROBLEMS", 10)
-    monkeypatch.setattr(array_cache, "MAX_IN_MEMORY", 0)
-    first = draw_questions(JsonlEnvironment(config, Vocabulary()))
-    rendered.clear()
-    again = JsonlEnvironment(config, Vocabulary())
-    assert rendered == [problem_set.TOKENIZER_PROBES] * 2, (
-        "some of each file tell the tokenizer apart"
-    )
-    assert draw_questions(again) == first
+    task = JsonlEnvironment(config, Words())
+    assert sum(rendered) == 10, "five of each file are measured"
+    assert task.longest_prompt == 8, "the limit, because others were not measured"
+    assert "task.train: 1 of the first 5 problems are left out" in caplog.text
+    found = draw_questions(task)
+    assert "and more" not in str(found)
+    assert [question for question, _ in found[24:28]] == ["q 0 ", "q 1 ", "q 2 ", "q 4 "]
+    assert len({question for question, _ in found[:19]}) > 11, "drawn from the whole file"
+    skipped = [line for line in caplog.text.splitlines() if "is skipped" in line]
+    assert len(skipped) == 1, "said once"
+    assert "p.jsonl, line " in skipped[0]
+    again = JsonlEnvironment(config, Words())
+    assert again.num_test_problems() == 15
+    assert draw_questions(again) == found, "of what was drawn before, nothing depends"
+    (prompt,) = again.prompts(RolloutRequest(3, 2, "train", [5], 8, 1, 8, 1.0))
+    assert prompt.model_input == found[21][0], "of the rest of the batch, neither"
 
-    class Halves(Vocabulary):
-        def __call__(
-            self, texts: list[str], add_special_tokens: bool
-        ) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[1] * max(1, len(text.split()) // 2) for text in texts]}
 
-    rendered.clear()
-    other = JsonlEnvironment(config, Halves())
-    assert sum(rendered) >= 20, "another tokenizer has other lengths"
-    assert draw_questions(other) != first, "and leaves out fewer problems"
+@pytest.mark.parametrize("last_short", [4, 5])
+def test_a_file_of_long_prompts_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_short: int
+) -> None:
+    monkeypatch.setattr(problem_set, "MEASURED_PROBLEMS", 5)
+    monkeypatch.setattr(problem_set, "MAX_REDRAWS", 3)
+    config = long_rows(tmp_path / "p.jsonl", lambda i: i < 5 or i > last_short)
+    with pytest.raises(
+        DataError, match=r"task\.train: all first 5 prompts, .*line 1 on, are longer"
+    ):
+        JsonlEnvironment(config, Words())
+    config = long_rows(tmp_path / "p.jsonl", lambda i: i > 0)
+    task = JsonlEnvironment(config, Words())
+    with pytest.raises(DataError, match=r"task\.train: 3 problems were drawn one after the other"):
+        draw_questions(task, 1)
 
 
 def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
@@ -259,7 +265,7 @@ def test_a_bad_file_is_refused_by_line(tmp_path: Path, text: str | None, message
         path.write_text(text)
     columns = ["unit"] if text and "unit" in text else []
     with pytest.raises(DataError, match=message):
-        read_problems(path, "question", "answer", "task.train", columns)
+        read_problems(path, "question", "answer", "task.train", columns).digests
 
 
 def test_prompts_that_are_too_long_are_left_out(
@@ -340,7 +346,7 @@ def test_files_with_weights_are_mixed_and_named(tmp_path: Path) -> None:
     later = RolloutRequest(0, 7, "train", [3, 1], 100, 1, 8, 1.0)
     assert task.prompts(later) == [prompts[703], prompts[701]]
     assert [p.info for p in task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))] == [{}]
-    assert task.num_problems("train") == 8
+    assert JsonlEnvironment.task_size(task.config, Words()).train == 8
     assert len(task.demonstrations(0, 3, 5)) == 5
 
 
@@ -352,7 +358,7 @@ def test_few_shot_examples_are_from_the_first_file(tmp_path: Path) -> None:
     prompts = task.prompts(RolloutRequest(0, 0, "train", range(40), 40, 1, 8, 1.0))
     assert all("<user> sums 0 <assistant> 0 " in p.model_input for p in prompts)
     assert "sums 0" not in {p.text for p in prompts}
-    assert task.num_problems("train") == 7
+    assert JsonlEnvironment.task_size(config, chat).train == 7
 
 
 def test_overlap_counts_all_training_files(tmp_path: Path) -> None:
