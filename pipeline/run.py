@@ -9,25 +9,28 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from pipeline.lock import LOCK_FILE, RunLock
 from pipeline.resources import ClusterConfig
 from rlinf import __version__, package_paths
 from rlinf.artifacts import Manifest, write_atomic
 from rlinf.config import RunConfig, json_digest, select_semantic, validate
+from rlinf.envs.base import ProblemSetSize
 from rlinf.errors import ConfigError, InputError
 from rlinf.track import LogConfig
 from stages.identity import CLASS_REGISTRIES, read_accepted_mismatches
-from stages.layout import CONFIG_FILE, RUN_FILE
+from stages.layout import CONFIG_FILE, DATA_FILE, RUN_FILE
 from stages.runner import load_config, read_config_values
+
+_PROBLEM_SETS = TypeAdapter(list[ProblemSetSize])
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,27 @@ def write_run_record(
     record = previous.model_copy(update=update)
     record = record.model_copy(update={"checksum": _checksum(record)})
     write_atomic(folder / RUN_FILE, json.dumps(record.model_dump(exclude_none=True), indent=1))
+
+
+def write_problem_sets(folder: Path, sets: Sequence[ProblemSetSize]) -> None:
+    """Write the sizes of the sets of problems to ``data.json``, if there are any."""
+    if sets:
+        write_atomic(folder / DATA_FILE, json.dumps([asdict(part) for part in sets], indent=1))
+
+
+def read_problem_sets(folder: Path) -> list[ProblemSetSize]:
+    """Read the sizes of the sets of problems of a run; empty if none were recorded.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = folder / DATA_FILE
+    try:
+        return _PROBLEM_SETS.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValidationError as error:
+        raise _damage_error(path, error.errors()[0]["msg"]) from None
 
 
 def config_edits(folder: Path) -> list[str]:

@@ -55,8 +55,11 @@ SERVED_SECTIONS = ("engine", "model")
 """Sections of the configuration that a served model depends on."""
 
 
-def validate_config(config: RunConfig) -> None:
+def validate_config(config: RunConfig) -> TaskSize:
     """Validate the section of each component, and then the combination of components.
+
+    Returns:
+        The size of the task.
 
     Raises:
         ConfigError: a key is invalid; the message names it.
@@ -99,6 +102,7 @@ def validate_config(config: RunConfig) -> None:
     positions = policy.max_model_len(run.options["model"])
     check_sizes(config, size, positions)
     check_held_out_sets(run, processor, positions)
+    return size
 
 
 def check_held_out_sets(run: RunComponents, processor: Any, positions: int | None) -> None:

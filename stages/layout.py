@@ -25,6 +25,8 @@ METRICS_FILE, TIMINGS_FILE = "metrics.jsonl", "timings.jsonl"
 """One line per finished iteration with its metrics; one line per stage with its times."""
 GPU_HOURS_FILE = "gpu_hours.json"
 """For how long each job has held how many GPUs."""
+DATA_FILE = "data.json"
+"""Sizes of the sets of problems of a language task."""
 TRACKED_FILE = "tracked.txt"
 """Digests of the metrics that trackers have received."""
 

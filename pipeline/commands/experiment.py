@@ -32,7 +32,7 @@ from pipeline.resources import (
     resolve_plan,
 )
 from pipeline.resume import OnMismatch
-from pipeline.run import Run, read_run_record
+from pipeline.run import Run, read_run_record, write_problem_sets
 from pipeline.run_control import StopRequest, check_no_driver_job, start_lock
 from rlinf import package_paths
 from rlinf.config import RunConfig, validate
@@ -54,6 +54,7 @@ from stages.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from pipeline.pools.executor import PoolExecutor  # imported when the plan has pools
+    from rlinf.envs.base import TaskSize
     from slurm.inventory import Inventory
 
 
@@ -71,10 +72,12 @@ def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.
     from pipeline.disk_space import check_disk_space
     from pipeline.resume import create_run
 
-    config, plan = validate_experiment(values, current_job_resources())
+    config, plan, size = _validate(values, current_job_resources())
     check_disk_space(config)
     with start_lock(Run(config.run.folder, config)):
-        return create_run(config, plan.to_dict(), on_mismatch)
+        run = create_run(config, plan.to_dict(), on_mismatch)
+        write_problem_sets(run.folder, size.problem_sets)
+        return run
 
 
 def validate_experiment(
@@ -92,6 +95,15 @@ def validate_experiment(
     Raises:
         ConfigError, DataError, PlanError: configuration or plan is invalid.
     """
+    return _validate(values, driver, inventory)[:2]
+
+
+def _validate(
+    values: Mapping[str, Any],
+    driver: JobResources | None = None,
+    inventory: Inventory | None = None,
+) -> tuple[RunConfig, Plan, TaskSize]:
+    """Return configuration, plan and size of the task; see :func:`validate_experiment`."""
     # Imported lazily: these load engines and trainers, which a driver does not need.
     from pipeline.validate_config import (
         check_gpu_counts,
@@ -103,7 +115,7 @@ def validate_experiment(
     )
 
     config = complete_config(validate(RunConfig, values))
-    validate_config(config)
+    size = validate_config(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.network_interface is not None:
@@ -133,7 +145,7 @@ def validate_experiment(
         from pipeline.job_executor import check_plan_fits
 
         check_plan_fits(cluster, plan, inventory, driver)
-    return config, plan
+    return config, plan, size
 
 
 def run_experiment(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Path:

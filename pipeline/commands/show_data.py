@@ -51,21 +51,22 @@ def show_data(words: Sequence[str], num_prompts: int) -> None:
         else validate(RunConfig, compose_words(words))
     )
     environment = _create_environment(config)
+    num_shared, num_test = environment.train_test_overlap(environment.config)
     console = create_console()
-    files = {
-        part.key: part.problems for part in environment.training_sets(environment.config).values()
-    }
-    files["task.test"] = environment.load_problems(environment.config, "test")
-    for key, dataset in environment.prompt_sets().items():
-        problems = files[key]
-        console.print(f"{key}: {_describe_size(problems, dataset)}", soft_wrap=True)
+    datasets = environment.prompt_sets()
+    for dataset in datasets:
+        problems = dataset.problems
+        console.print(f"{dataset.key}: {_describe_size(dataset)}", soft_wrap=True)
         if isinstance(problems, JsonLinesFile):
-            console.print(_column_table(problems.read_object(0)))
+            rows = JsonLinesFile(problems.path, dataset.key, lambda location, item: item)
+            console.print(_column_table(rows[0]))
+    if num_shared:
+        console.print(f"{num_shared:,} of {num_test:,} test problems are training problems too")
     _print_template(console, environment)
-    for key, dataset in environment.prompt_sets().items():
-        for number, prompt in enumerate(dataset.take(range(min(num_prompts, len(dataset))))):
-            title = f"{key}, prompt {number + 1}: {prompt.location}, {prompt.num_tokens} tokens"
-            console.print(title, soft_wrap=True)
+    for dataset in datasets:
+        for number, prompt in enumerate(dataset.first(range(min(num_prompts, len(dataset))))):
+            title = f"{dataset.key}, prompt {number + 1}: {prompt.location}, "
+            console.print(f"{title}{prompt.num_tokens} tokens", soft_wrap=True)
             console.rule()
             console.print(prompt.rendered, soft_wrap=True)
             console.rule()
@@ -87,13 +88,15 @@ def _create_environment(config: RunConfig) -> ProblemSetEnvironment:
     return environment_cls(options, processor)
 
 
-def _describe_size(problems: Sequence[Any], dataset: RenderedDataset[RenderedProblem]) -> str:
+def _describe_size(dataset: RenderedDataset[RenderedProblem]) -> str:
+    problems = dataset.problems
     path = f"{problems.path}, " if isinstance(problems, JsonLinesFile) else ""
-    omitted = dataset.total - len(dataset)
-    left_out = f", {omitted:,} of them longer than task.max_prompt_length" if omitted else ""
+    omitted, limit = dataset.num_omitted, dataset.limit.key
+    left_out = f", {omitted:,} of them longer than {limit}" if omitted else ""
+    first = "" if dataset.is_measured else f"; of the first {dataset.num_measured:,}"
     return (
-        f"{path}{dataset.total:,} problems{left_out}; the longest prompt has {dataset.longest} "
-        "tokens"
+        f"{path}{len(problems):,} problems{first}{left_out}; the longest prompt has "
+        f"{dataset.longest} tokens"
     )
 
 

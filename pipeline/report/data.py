@@ -5,6 +5,7 @@ It includes a timeline of each worker and a selection of samples as transcripts.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -20,7 +21,7 @@ import numpy as np
 
 from pipeline.metrics import folder_manifest, list_iterations, metrics_row, stage_manifest
 from pipeline.report.theme import stage_colours
-from pipeline.run import Run
+from pipeline.run import Run, read_problem_sets
 from pipeline.transcripts import (
     HEAD,
     TAIL,
@@ -31,6 +32,8 @@ from pipeline.transcripts import (
     shorten,
 )
 from rlinf.artifacts import Manifest
+from rlinf.envs.base import ProblemSetSize
+from rlinf.errors import ConfigError
 from stages.context import IDLE_SPANS
 from stages.flow import EVALUATE, flow_of
 from stages.layout import POOLS_FOLDER, VIDEOS_FOLDER, setup_stage_folder, stage_folder
@@ -45,6 +48,8 @@ class ReportData:
 
     run: Run
     manifests: list[Manifest] = field(default_factory=list)
+    problem_sets: list[ProblemSetSize] = field(default_factory=list)
+    """Sizes of the sets of problems of a language task."""
     sft: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the SFT stage: ``step``, ``loss`` and, if measured, ``score`` and ``eval_loss``."""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -115,6 +120,8 @@ def read_report_data(folder: Path) -> ReportData:
     """Read the data of a run. Missing, unfinished and pruned parts are left out."""
     run = Run.open(folder)
     data = ReportData(run)
+    with contextlib.suppress(ConfigError):
+        data.problem_sets = read_problem_sets(folder)
     flow = flow_of(run.config)
     for stage in flow.setup_stages:
         if (setup_manifest := folder_manifest(setup_stage_folder(run.folder, stage))) is not None:

@@ -85,6 +85,7 @@ def report_html(data: ReportData) -> str:
         tiles=summary_tiles(data),
         stages=stages,
         uses_gpu=any(row["gpu"] or row["gpu_memory"] for row in stages),
+        problem_sets=problem_set_rows(data),
         idle=idle_rows,
         idle_stages={stage for row in idle_rows for stage in row.stages},
         iterations=len(data.rows),
@@ -185,6 +186,20 @@ def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
     if gpu_hours := read_gpu_hours(data.run.folder):
         tiles.append(("GPU-hours", format_gpu_hours(gpu_hours, config.budget.gpu_hours)))
     return tiles
+
+
+def problem_set_rows(data: ReportData) -> list[dict[str, str]]:
+    """Return a row per set of problems, formatted."""
+    return [
+        {
+            "key": part.key,
+            "problems": f"{part.num_problems:,}",
+            "share": "" if part.share is None else f"{100 * part.share:.3g} %",
+            "too_long": f"{100 * part.num_too_long / part.num_measured:.3g} %",
+            "longest": f"{part.longest_prompt:,}",
+        }
+        for part in data.problem_sets
+    ]
 
 
 def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:

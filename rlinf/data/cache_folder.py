@@ -1,7 +1,7 @@
 """The user's cache folder, for tables that were converted to JSON lines.
 
-The folder is ``rlinf/rows`` in ``XDG_CACHE_HOME``, ``~/.cache`` by default. Only the user can access
-folder and files. Files that were not used for :data:`MAX_AGE_S` are removed. Above
+The folder is ``rlinf/rows`` in ``XDG_CACHE_HOME``, ``~/.cache`` by default. Only the user can
+access folder and files. Files that were not used for :data:`MAX_AGE_S` are removed. Above
 :data:`MAX_CACHE_BYTES` in total, so are the least recently used files.
 """
 

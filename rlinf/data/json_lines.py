@@ -102,6 +102,14 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         self._reject_change()
         return self._parse_line(line, int(file.lines[row]))
 
+    def check_rows(self) -> None:
+        """Parse all rows of the file, once in a process.
+
+        Raises:
+            DataError: a row is malformed, or the file changed.
+        """
+        _ = self.digests
+
     @property
     def digests(self) -> np.ndarray:
         """``[N]`` uint64: digest of each row's text; equal rows have equal digests.

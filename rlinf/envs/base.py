@@ -93,6 +93,23 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True)
+class ProblemSetSize:
+    """The size of a set of problems, as far as it was measured before the run."""
+
+    key: str
+    """Configuration key that names the set."""
+    num_problems: int
+    share: float | None
+    """Share of the training problems that are drawn from this set; None: test problems."""
+    num_measured: int
+    """Number of problems whose prompts were measured, from the first on."""
+    num_too_long: int
+    """Number of them that are left out, because their prompts are too long."""
+    longest_prompt: int
+    """Number of tokens of the longest of the other prompts."""
+
+
+@dataclass(frozen=True)
 class TaskSize:
     """The size of a task; None: unlimited."""
 
@@ -101,7 +118,9 @@ class TaskSize:
     test: int | None = None
     """Number of distinct test groups."""
     max_prompt_tokens: int = 0
-    """Number of tokens of the longest prompt; 0: unknown, or there are no prompts."""
+    """Upper bound of the number of tokens of a prompt; 0: unknown, or there are no prompts."""
+    problem_sets: tuple[ProblemSetSize, ...] = ()
+    """The sets of problems, training sets first; empty: the task has none."""
 
 
 def score_trajectories(

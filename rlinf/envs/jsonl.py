@@ -53,15 +53,19 @@ class JsonlConfig(ProblemSetConfig):
     ``reward/mean/NAME``."""
     test: Path
     """The same with test problems."""
-    prompt_field: str = "question"
-    """Field that holds a text, or a list of messages with ``role`` and ``content``."""
-    answer_field: str = "answer"
+    prompt_field: str | None = None
+    """Field that holds a text, or a list of messages with ``role`` and ``content``. Null: the first
+    row of a file decides. It must have one of ``question``, ``prompt`` and ``problem``, or else
+    ``messages``."""
+    answer_field: str | None = None
     """Field that holds the reference answer, or a list of answers, each of which is right. ``a.b``
-    is the field ``b`` of the mapping in the field ``a``."""
+    is the field ``b`` of the mapping in the field ``a``. Null: the first row of a file decides. It
+    must have one of ``answer``, ``reward_model.ground_truth`` and ``ground_truth``, or else
+    ``solution``, or else ``completion``."""
     info_fields: tuple[str, ...] = ()
     """Further fields of each row that the reward receives in ``extra`` of a trajectory. Texts
-    and numbers stay as they are; other values become JSON. If a field is not a number in some row
-    of the file, it is JSON in all rows."""
+    and numbers stay as they are; other values become JSON. If a field is not a number in some of
+    the first 10,000 rows of the file, it is JSON in all rows."""
     grader_workers: int = Field(default=2, gt=0)
     """Number of grading processes."""
     timeout_s: float = Field(default=5.0, gt=0)

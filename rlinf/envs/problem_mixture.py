@@ -34,6 +34,10 @@ class ProblemMixture:
         self._orders: dict[str, tuple[tuple[int, int], np.ndarray]] = {}
         """The current epoch of each set, as (seed, epoch), and its order of problems."""
 
+    def shares(self) -> dict[str, float]:
+        """Return the share of each set in the draws."""
+        return dict(zip(self._names, (self._quotas / BLOCK).tolist(), strict=True))
+
     def locate(self, seed: int, draw: int) -> tuple[str, int]:
         """Return the set of a draw, and the index of the problem in it.
 

@@ -22,7 +22,7 @@ from rlinf.config import Section
 from rlinf.data.json_lines import JsonLinesFile, count_overlap
 from rlinf.data.record import RecordId, Scalar
 from rlinf.data.trajectory import ANSWER_SEPARATOR, Trajectory, accepted_answers
-from rlinf.envs.base import RolloutRequest, TaskSize
+from rlinf.envs.base import ProblemSetSize, RolloutRequest, TaskSize
 from rlinf.envs.problem_mixture import ProblemMixture
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, did_you_mean, name_key_in_memory_errors
@@ -71,15 +71,14 @@ class ChatProblem:
 
 
 PROMPT_FIELDS = (("question", "prompt", "problem"), ("messages",))
-"""Names of the field with the prompt, searched in this order. A row that has several of one
-parenthesis is ambiguous."""
+"""Names of the field with the prompt, in groups. The first group that a row has names of decides; a
+row with several names of that group is ambiguous."""
 ANSWER_FIELDS = (
     ("answer", "reward_model.ground_truth", "ground_truth"),
     ("solution",),
     ("completion",),
 )
-"""Names of the field with the reference answer, searched as :data:`PROMPT_FIELDS`. The fields that
-often hold a whole solution are last."""
+"""The same for the reference answer. Fields that often hold a whole solution come last."""
 KIND_ROWS = 10_000
 """Number of rows that decide whether an info field is a number."""
 
@@ -419,7 +418,8 @@ class ProblemSetConfig(Section):
     """Number of training problems that precede each question, with their answers, as few-shot
     turns. They are always the same, and are not trained on. For tokenizers with a chat template."""
     max_prompt_length: int = Field(default=1024, gt=0)
-    """Maximum number of tokens of a prompt; longer prompts are left out."""
+    """Maximum number of tokens of a prompt; longer prompts are left out. Another problem is drawn
+    instead."""
     allow_train_test_overlap: bool = False
     """Train even if every test problem is a training problem too."""
 
@@ -500,25 +500,26 @@ class RenderedDataset(Generic[T]):
         self.num_measured = 0
         """Number of problems whose tokens were counted, from the first on."""
         self.num_omitted = 0
-        """Number of their items above the limit."""
+        """Number of them that have an item above the limit."""
         self.longest = 0
         """Number of tokens of the longest of their items within the limit."""
         self._has_warned = False
         first_omitted = self._measure(min(MEASURED_PROBLEMS, len(problems)))
         self._num_known, self._first_unknown = len(self._places), self.num_measured
-        number = f"{'' if self.is_measured else 'the first '}{self.num_measured}"
+        first = "" if self.is_measured else "first "
         if not self._places:
             raise DataError(
-                f"{key}: all {number.removeprefix('the ')} prompts, from {problems[0].location} on,"
-                f" are longer than {limit}"
+                f"{key}: all {first}{self.num_measured} problems, from {problems[0].location} on, "
+                f"are longer than {limit}"
             )
         if first_omitted is not None:
             log.warning(
-                "%s: %d of %s problems are left out: their prompts are longer than %s; the first "
+                "%s: %d of %s%d problems are left out, because they are longer than %s; the first "
                 "is %s with %d tokens",
                 key,
                 self.num_omitted,
-                number,
+                first and f"the {first}",
+                self.num_measured,
                 limit,
                 problems[first_omitted[0]].location,
                 first_omitted[1],
@@ -616,9 +617,9 @@ class RenderedDataset(Generic[T]):
                 fitting = [length for length in lengths if length <= self.limit.tokens]
                 self._places += [(row, part) for part in range(len(fitting))]
                 self.longest = max(self.longest, *fitting, 0)
-                self.num_omitted += len(lengths) - len(fitting)
-                if len(fitting) < len(lengths) and first_omitted is None:
-                    first_omitted = row, max(lengths)
+                if len(fitting) < len(lengths):
+                    self.num_omitted += 1
+                    first_omitted = first_omitted or (row, max(lengths))
             self._add_to_cache(rendered)
             self.num_measured = rows[-1] + 1
         return first_omitted
@@ -743,6 +744,7 @@ class ProblemSetEnvironment(PromptEnvironment):
             sum(map(len, environment._training.values())),
             len(environment._test),
             environment.longest_prompt,
+            environment.problem_set_sizes(),
         )
 
     @classmethod
@@ -762,6 +764,21 @@ class ProblemSetEnvironment(PromptEnvironment):
     def prompt_sets(self) -> list[RenderedDataset[RenderedProblem]]:
         """Return the sets of problems, training sets first."""
         return [*self._training.values(), self._test]
+
+    def problem_set_sizes(self) -> tuple[ProblemSetSize, ...]:
+        """Return the sizes of :meth:`prompt_sets`."""
+        shares = self._mixture.shares() if self._mixture is not None else {}
+        return tuple(
+            ProblemSetSize(
+                dataset.key,
+                len(dataset.problems),
+                share,
+                dataset.num_measured,
+                dataset.num_omitted,
+                dataset.longest,
+            )
+            for dataset, share in zip(self.prompt_sets(), [*shares.values(), None], strict=True)
+        )
 
     def final_answer(self, trajectory: Trajectory) -> str | None:
         """Return the final answer of a response in a normalised form, so that equal answers are

@@ -66,6 +66,7 @@ class SearchQuestion:
 
 def read_documents(path: Path, field: str) -> JsonLinesFile[Document]:
     """Return the texts in ``field`` of the rows of a JSON-lines file, each read when it is used.
+    All rows are checked.
 
     Raises:
         DataError: missing or empty file, or a malformed line.
@@ -74,7 +75,9 @@ def read_documents(path: Path, field: str) -> JsonLinesFile[Document]:
     def parse(prefix: str, item: dict[str, Any]) -> Document:
         return Document(text_field(item, field, "document_field", prefix))
 
-    return JsonLinesFile(path, "task.documents", parse, settings=f"documents {field!r}")
+    rows = JsonLinesFile(path, "task.documents", parse, settings=f"documents {field!r}")
+    rows.check_rows()
+    return rows
 
 
 def read_questions(

@@ -66,12 +66,12 @@ def test_a_malformed_row_is_refused_by_its_line(tmp_path: Path) -> None:
     lines[16] = '{"a": '
     path.write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"^task\.train: .*a\.jsonl, line 17: not JSON"):
-        rows_of(path).digests
+        rows_of(path).check_rows()
     assert rows_of(path)[15] == {"a": 15}, "other rows can be read"
     lines[16] = '{"bad": 1}'
     path.write_text("\n\n".join(lines))
     with pytest.raises(DataError, match="line 33: bad"):
-        rows_of(path).digests
+        rows_of(path).check_rows()
     with pytest.raises(DataError, match="line 33: bad"):
         rows_of(path)[16]
 
@@ -111,7 +111,7 @@ def test_a_file_that_changes_while_it_is_checked_is_refused(tmp_path: Path) -> N
     rows = JsonLinesFile(path, "task.train", parse)
     for _ in range(2):
         with pytest.raises(DataError, match="changed while it was in use"):
-            rows.digests
+            rows.check_rows()
 
 
 def test_all_rows_of_a_file_are_checked_once(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_all_rows_of_a_file_are_checked_once(tmp_path: Path) -> None:
     again = JsonLinesFile(path, "task.train", parse)[3:].digests
     assert parsed == rows[:8]
     assert again.tolist() == first[3:].tolist()
-    JsonLinesFile(path, "task.train", parse, settings="others").digests
+    JsonLinesFile(path, "task.train", parse, settings="others").check_rows()
     write(path, rows)
     assert len(JsonLinesFile(path, "task.train", parse).digests) == 9
     assert len(parsed) == 8 + 8 + 9, "other settings, and then other bytes"
@@ -169,7 +169,7 @@ def test_memory_that_has_no_room_is_named_by_the_key(tmp_path: Path) -> None:
 
     path = write(tmp_path / "a.jsonl", [{"a": 1}])
     with pytest.raises(ResourceError, match=r"^task\.train: .*no memory left"):
-        JsonLinesFile(path, "task.train", parse).digests
+        JsonLinesFile(path, "task.train", parse).check_rows()
 
 
 def test_rows_in_both_files_are_counted(tmp_path: Path) -> None:

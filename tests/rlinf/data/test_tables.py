@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlinf.data import tables
-from rlinf.data.array_cache import cache_folder
+from rlinf.data.cache_folder import cache_folder
 from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
 from rlinf.errors import DataError
 from tests.rlinf.envs.test_jsonl import Words
@@ -142,7 +142,7 @@ def test_a_missing_nested_field_is_named(tmp_path: Path) -> None:
         r"row 1: 'reward_model': no field 'truth'; valid: ground_truth, style .set task.answer"
     )
     with pytest.raises(DataError, match=message):
-        JsonlEnvironment.load_problems(config, "test")
+        list(JsonlEnvironment.load_problems(config, "test"))
 
 
 def test_any_of_several_answers_is_right(tmp_path: Path) -> None:
@@ -174,4 +174,4 @@ def test_any_of_several_answers_is_right(tmp_path: Path) -> None:
     environment.close()
     path.write_text('{"question": "1?", "answer": []}')
     with pytest.raises(DataError, match="'answer' is an empty list"):
-        JsonlEnvironment.load_problems(environment.config, "test")
+        list(JsonlEnvironment.load_problems(environment.config, "test"))

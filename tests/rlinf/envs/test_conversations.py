@@ -182,8 +182,11 @@ def test_long_conversations_are_left_out_and_counted(
 ) -> None:
     talks = [talk(None, [("hello", "there")]), talk(None, [("hello", "there " * 40 + "!")])]
     assert len(task(tmp_path, talks, max_length=60).test_demonstrations(9)) == 1
-    assert "1 of 2 are longer than task.max_length=60" in caplog.text
-    with pytest.raises(DataError, match=r"task\.test: all 2 conversations are longer"):
+    assert (
+        "1 of 2 problems are left out, because they are longer than task.max_length=60"
+        in caplog.text
+    )
+    with pytest.raises(DataError, match=r"task\.test: all 2 problems, .* are longer"):
         task(tmp_path, talks, max_length=3).test_demonstrations(9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_file_of_long_prompts_ends_with_an_error(
     monkeypatch.setattr(problem_set, "MAX_REDRAWS", 3)
     config = long_rows(tmp_path / "p.jsonl", lambda i: i < 5 or i > last_short)
     with pytest.raises(
-        DataError, match=r"task\.train: all first 5 prompts, .*line 1 on, are longer"
+        DataError, match=r"task\.train: all first 5 problems, .*line 1 on, are longer"
     ):
         JsonlEnvironment(config, Words())
     config = long_rows(tmp_path / "p.jsonl", lambda i: i > 0)
@@ -241,6 +242,66 @@ def test_the_first_of_several_answers_is_shown_and_learnt(tmp_path: Path) -> Non
     assert [record.actions.tolist() for record in task.demonstrations(0, 0, 2)] == [[1, 99]] * 2
 
 
+USER = {"role": "user", "content": "1+1?"}
+REPLY = {"role": "assistant", "content": "It is 2"}
+EXTRA = {"question": "unused", "answer": "unused"}
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"problem": "1+1?", "solution": "It is 2", "answer": "2"}, "2"),
+        ({"prompt": [USER], "reward_model": {"ground_truth": "2"}, "extra_info": EXTRA}, "2"),
+        ({"prompt": "1+1?", "ground_truth": 2}, "2"),
+        ({"prompt": [USER], "solution": "It is 2"}, "It is 2"),
+        ({"prompt": "1+1?", "completion": " 2"}, " 2"),
+        ({"prompt": [USER], "completion": [REPLY]}, "It is 2"),
+        ({"messages": [USER, REPLY]}, "It is 2"),
+        ({"problem": "1+1?", "solution": "2", "messages": [USER, REPLY]}, "2"),
+    ],
+)
+def test_the_columns_of_known_layouts_are_found(
+    tmp_path: Path, row: dict[str, Any], answer: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(row))
+    (problem,) = JsonlEnvironment.load_problems(JsonlConfig(test=path), "test")
+    assert [message["content"] for message in problem.messages] == ["1+1?"]
+    assert problem.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"text": "1+1?", "answer": "2"},
+            "no field question, prompt, problem, messages; set task.prompt_field to one of the "
+            "columns: text, answer",
+        ),
+        (
+            {"question": "1+1?", "prompt": "Say: 1+1?", "answer": "2"},
+            "'question' and 'prompt' could both be meant; set task.prompt_field to one of the "
+            "columns: question, prompt, answer",
+        ),
+        (
+            {"question": "1+1?", "answer": "2", "reward_model": {"ground_truth": "3"}},
+            "'answer' and 'reward_model.ground_truth' could both be meant; set task.answer_field",
+        ),
+        ({"question": "1+1?", "result": "2"}, "set task.answer_field to one of the columns: quest"),
+        ({"prompt": [USER], "result": "2"}, "set task.answer_field to one of the columns: prompt"),
+    ],
+)
+def test_columns_that_cannot_be_found_are_listed(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(
+        DataError, match=rf"^task\.test: .*p\.jsonl, line 1: .*{re.escape(message)}"
+    ):
+        JsonlEnvironment.load_problems(JsonlConfig(test=path), "test")
+
+
 GOOD = '{"question": "q", "answer": 4}\n'
 
 
@@ -265,7 +326,7 @@ def test_a_bad_file_is_refused_by_line(tmp_path: Path, text: str | None, message
         path.write_text(text)
     columns = ["unit"] if text and "unit" in text else []
     with pytest.raises(DataError, match=message):
-        read_problems(path, "question", "answer", "task.train", columns).digests
+        read_problems(path, "question", "answer", "task.train", columns).check_rows()
 
 
 def test_prompts_that_are_too_long_are_left_out(
@@ -317,6 +378,19 @@ def test_a_data_column_is_of_one_kind(tmp_path: Path, given: list[Any], carried:
     made = [Record(RecordId(0, i), info=dict(p.info)) for i, p in enumerate(problems)]
     write_records(tmp_path / "a.h5", made)
     assert [record.info for record in read_records(tmp_path / "a.h5")] == [r.info for r in made]
+
+
+def test_a_late_text_in_a_column_of_numbers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problem_set, "KIND_ROWS", 2)
+    path = tmp_path / "p.jsonl"
+    rows = [{"question": "q", "answer": "4", "level": level} for level in (1, 2, "hard")]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    problems = read_problems(path, None, None, "task.train", ["level"])
+    assert problems[1].info == {"level": 2}
+    with pytest.raises(DataError, match="line 3: 'level' is 'hard', but a number in the first 2"):
+        problems.check_rows()
 
 
 def test_a_data_column_must_be_there_and_have_a_name_of_its_own(tmp_path: Path) -> None:
