@@ -263,15 +263,17 @@ def _read_stamp(stat: os.stat_result) -> tuple[int, int, int]:
 def count_overlap(
     training_sets: Sequence[Sequence[T]], test: Sequence[T], row_text: Callable[[T], str] = repr
 ) -> tuple[int, int]:
-    """Return how many rows of ``test`` are also in a training set, and the length of ``test``.
+    """Return how many rows of ``test`` are also in a training set, and the length of ``test``. All
+    rows are checked.
 
     Args:
         row_text: text of a row, if the rows are not a :class:`JsonLinesFile`.
     """
+    training_digests = [_digests_of(rows, row_text) for rows in training_sets]
     test_digests = _digests_of(test, row_text)
     is_known = np.zeros(len(test), bool)
-    for rows in training_sets:
-        is_known |= np.isin(test_digests, _digests_of(rows, row_text))
+    for digests in training_digests:
+        is_known |= np.isin(test_digests, digests)
     return int(is_known.sum()), len(test)
 
 

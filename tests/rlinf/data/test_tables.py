@@ -117,7 +117,7 @@ def test_a_malformed_row_or_file_is_named(tmp_path: Path) -> None:
     rows[6]["reward_model"] = {"style": "rule", "ground_truth": None}
     path = write_parquet(tmp_path / "a.parquet", rows)
     with pytest.raises(DataError, match=r"task.test: .*a.parquet, row 7: .*expected a text"):
-        JsonlEnvironment.load_problems(JsonlConfig(test=path, **VERL), "test")
+        list(JsonlEnvironment.load_problems(JsonlConfig(test=path, **VERL), "test"))
     path.write_bytes(b"PAR1 no table PAR1")
     with pytest.raises(DataError, match=r"task.test: .*a.parquet is damaged or no table"):
         JsonlEnvironment.load_problems(JsonlConfig(test=path, **VERL), "test")
