@@ -92,10 +92,10 @@ def _describe_size(dataset: RenderedDataset[RenderedProblem]) -> str:
     problems = dataset.problems
     path = f"{problems.path}, " if isinstance(problems, JsonLinesFile) else ""
     omitted, limit = dataset.num_omitted, dataset.limit.key
-    left_out = f", {omitted:,} of them longer than {limit}" if omitted else ""
-    first = "" if dataset.is_measured else f"; of the first {dataset.num_measured:,}"
+    measured = "" if dataset.is_measured else f" of the first {dataset.num_measured:,}"
+    left_out = f", {omitted:,}{measured or ' of them'} longer than {limit}" if omitted else ""
     return (
-        f"{path}{len(problems):,} problems{first}{left_out}; the longest prompt has "
+        f"{path}{len(problems):,} problems{left_out}; the longest prompt{measured} has "
         f"{dataset.longest} tokens"
     )
 

@@ -566,7 +566,7 @@ class RenderedDataset(Generic[T]):
         Raises:
             DataError: too many problems in a row are above the limit.
         """
-        found: dict[int, T] = {}
+        found, skipped = dict[int, T](), list[int]()
         pending = dict(indices)
         for attempt in range(MAX_REDRAWS):
             places = {draw: self._place(index) for draw, index in pending.items()}
@@ -575,13 +575,14 @@ class RenderedDataset(Generic[T]):
                 if items[row]:
                     found[draw] = items[row][draw % len(items[row]) if part is None else part]
                 else:
-                    self._warn_of_skipped(row)
+                    skipped.append(row)
             pending = {
                 draw: int(generator(seed, "redraw", self.key, draw, attempt).integers(len(self)))
                 for draw in pending
                 if draw not in found
             }
             if not pending:
+                self._warn_of_skipped(skipped, len(indices))
                 return found
         raise DataError(
             f"{self.key}: {MAX_REDRAWS} problems were drawn one after the other, and all are longer"
@@ -595,16 +596,19 @@ class RenderedDataset(Generic[T]):
             return self._places[index]
         return self._first_unknown + index - self._num_known, None
 
-    def _warn_of_skipped(self, row: int) -> None:
-        if not self._has_warned:
+    def _warn_of_skipped(self, rows: Sequence[int], num_draws: int) -> None:
+        """Warn of skipped problems, once."""
+        if rows and not self._has_warned:
             log.warning(
-                "%s: %s is skipped and another problem drawn, because it is longer than %s; further"
-                " ones are skipped without a warning",
+                "%s: %d problems are skipped in %d draws and others drawn instead, because they are"
+                " longer than %s; the first is %s. Later ones are skipped without a warning",
                 self.key,
-                self.problems[row].location,
+                len(rows),
+                num_draws,
                 self.limit,
+                self.problems[rows[0]].location,
             )
-        self._has_warned = True
+            self._has_warned = True
 
     def _measure(self, end: int) -> tuple[int, int] | None:
         """Count the tokens of the problems before ``end``. Returns the first problem that has an

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.commands.experiment import prepare_run, run_experiment
 from pipeline.metrics import stage_manifest
+from pipeline.run import read_problem_sets
 from pipeline.validate_config import load_components
 from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig, validate
@@ -76,6 +77,14 @@ def test_every_version_is_scored_on_every_set(
         assert {len(s) <= (5 if s.task == "sums" else 9) for s in samples} == {True}
         sets = [manifest.metrics["score/sums"], manifest.metrics["score/choices"]]
         assert manifest.metrics["score"] == pytest.approx(sum(sets) / 2)
+    train, test = read_problem_sets(tmp_path / "sets")
+    assert (train.key, train.num_problems, train.num_too_long, train.share) == (
+        "task.train",
+        8,
+        0,
+        1,
+    )
+    assert (test.key, test.share, test.longest_prompt) == ("task.test", None, len("7+7="))
 
 
 def test_files_and_the_context_of_the_sets_belong_to_the_run(

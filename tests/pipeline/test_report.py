@@ -24,11 +24,13 @@ from pipeline.health_checks import run_warnings
 from pipeline.report import write_report
 from pipeline.report.data import read_report_data, transcript_columns
 from pipeline.report.page import redact_yaml, stage_table, summary_tiles
-from pipeline.run import Run
+from pipeline.run import Run, write_problem_sets
 from pipeline.transcripts import TranscriptSample, read_samples, select_samples
 from rlinf import package_paths
 from rlinf.artifacts import content_digest, prune_output, read_manifest
 from rlinf.channels.record_files import read_records, write_records
+from rlinf.envs.base import ProblemSetSize
+from stages.layout import DATA_FILE
 from tests.conftest import TINY
 
 Compose = Callable[..., dict[str, Any]]
@@ -307,6 +309,29 @@ def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Pa
     page = write_report(run).read_text()
     assert lane in page
     assert lane in data_of(page)["gantt"]["lanes"]
+
+
+def test_sets_of_problems_are_listed(run: Path) -> None:
+    assert 'id="problem-sets"' not in write_report(run).read_text(), "the task has no files"
+    sets = [
+        ProblemSetSize("task.train_sets.sums.train", 1_000_000, 0.75, 4096, 41, 812),
+        ProblemSetSize("task.train_sets.facts.train", 300, 0.25, 300, 0, 90),
+        ProblemSetSize("task.test", 300, None, 300, 3, 1020),
+    ]
+    write_problem_sets(run, sets)
+    section = (
+        write_report(run).read_text().partition('id="problem-sets"')[2].partition("</section>")[0]
+    )
+    rows = re.findall(r"<tr>(.*?)</tr>", section)
+    assert [re.findall(r"<td.*?>(.*?)</td>", row) for row in rows[1:]] == [
+        ["task.train_sets.sums.train", "1,000,000", "75 %", "1 %", "812"],
+        ["task.train_sets.facts.train", "300", "25 %", "0 %", "90"],
+        ["task.test", "300", "", "1 %", "1,020"],
+    ]
+    (run / DATA_FILE).write_text("[{}]")
+    assert 'id="problem-sets"' not in write_report(run).read_text(), (
+        "a damaged file hides nothing else"
+    )
 
 
 def test_a_page_to_be_sent_has_no_secrets(run: Path) -> None:

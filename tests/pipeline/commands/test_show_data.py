@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from pipeline.commands.cli import app
+from rlinf.envs import problem_set
 from rlinf.errors import ConfigError, DataError
 from tests.pipeline.helpers import language_model, problem_file
 
@@ -67,6 +70,31 @@ def test_every_training_file_is_shown(model: Path, tmp_path: Path) -> None:
     )
     assert "task.train_sets.low.train: " in text
     assert "Tom has 20 apples" in text
+
+
+def test_the_first_prompts_of_a_large_file_are_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problem_set, "MEASURED_PROBLEMS", 4)
+    train = problem_file(tmp_path / "train.jsonl", 6, start=50)
+    text = shown(*words_of(model, tmp_path), f"task.train={train}", "--prompts", "6")
+    assert "6 problems; the longest prompt of the first 4 has " in text
+    assert "task.train, prompt 6: " in text
+    assert "6 of 8 test problems are training problems too" in text
+
+
+def test_a_file_is_read_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[str]()
+    plain = os.open
+
+    def counted(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        opened.append(str(path))
+        return plain(path, flags, *more, **options)
+
+    train = problem_file(tmp_path / "train.jsonl", 6)
+    monkeypatch.setattr(os, "open", counted)
+    shown(*words_of(model, tmp_path), f"task.train={train}")
+    assert opened.count(str(train)) == 1
 
 
 def test_errors_name_line_and_key(model: Path, tmp_path: Path) -> None:
