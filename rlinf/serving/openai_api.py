@@ -308,7 +308,8 @@ class OpenAIRoutes:
                         max_tokens,
                         num_top,
                         prompt_text=text if request.echo else None,
-                        on_token=deltas and partial(deltas.add_token, index * request.n),
+                        deltas=deltas,
+                        first_index=index * request.n,
                     )
                     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
                 )
@@ -351,8 +352,7 @@ class OpenAIRoutes:
             }
 
         async def answer(deltas: TextDeltas | None) -> list[Answer]:
-            on_token = deltas and partial(deltas.add_token, 0)
-            return [await self._answer(prompt, request, max_tokens, num_top, on_token=on_token)]
+            return [await self._answer(prompt, request, max_tokens, num_top, deltas=deltas)]
 
         body = self._body("chatcmpl", "chat.completion" + ".chunk" * request.stream)
         return await self._respond(request, body, answer, to_choice)
@@ -368,7 +368,7 @@ class OpenAIRoutes:
 
         Args:
             body: the fields that the object and all events have.
-            answer: returns the answers to all prompts; reports tokens while they are generated.
+            answer: returns the answers to all prompts; passes tokens on while they are generated.
             to_choice: returns a choice in the format of the route.
         """
         if not request.stream:
@@ -429,21 +429,24 @@ class OpenAIRoutes:
         num_top: int | None,
         *,
         prompt_text: str | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        deltas: TextDeltas | None = None,
+        first_index: int = 0,
     ) -> Answer:
         """Return the choices for one prompt.
 
         Args:
             num_top: number of most likely tokens for each position; None: no log-probabilities.
             prompt_text: text with which each choice begins; None: choices do not echo the prompt.
-            on_token: called with the number of a choice and each new token, unless the request
-                needs more than its text; see :meth:`EngineService.complete`.
+            deltas: receives the tokens while they are generated, unless the request needs more
+                than their text.
+            first_index: index of the first choice in the response.
         """
-        if num_top is not None or prompt_text is not None:
-            on_token = None
         sampling = request.sampling_params(max_tokens)
         completions = [Completion([], [], stopped=False)] * request.n
         if max_tokens:
+            on_token = None
+            if deltas is not None and num_top is None and prompt_text is None:
+                on_token = partial(deltas.add_token, first_index)
             future = self._service.complete(prompt, sampling, request.n, on_token)
             completions = await asyncio.wrap_future(future)
         scores: list[TokenScores | None] = [None] * len(completions)
