@@ -57,6 +57,27 @@ def test_completions_depend_on_their_seed_and_not_on_other_requests(
     assert alone[1][0].tokens != alone[1][1].tokens, "samples of one request differ"
 
 
+def test_tokens_are_reported_in_their_order(service: EngineService) -> None:
+    """More completions than the engine decodes at the same time, of different lengths."""
+    reported: dict[tuple[int, int], list[int]] = {}
+
+    def complete(number: int) -> Any:
+        sampling = SamplingParams(horizon=4 + 3 * number, seed=number)
+
+        def on_token(completion: int, token: int) -> None:
+            reported.setdefault((number, completion), []).append(token)
+
+        return service.complete([2 + number], sampling, 2, on_token).result(60)
+
+    with ThreadPoolExecutor(6) as pool:
+        completions = list(pool.map(complete, range(6)))
+    assert reported == {
+        (number, index): completion.tokens
+        for number, group in enumerate(completions)
+        for index, completion in enumerate(group)
+    }
+
+
 def test_requests_without_a_seed_differ(service: EngineService) -> None:
     sampling = SamplingParams(horizon=12)
     first, second = (service.complete([3, 4], sampling, 1).result(60) for _ in range(2))
