@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-backends test-slow test-gpu gpu-check golden docs test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-backends test-slow test-gpu gpu-check golden docs test-browser browser renderer vulkan apptainer test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -114,6 +114,9 @@ vulkan:  ## Download Mesa's software Vulkan, with which ManiSkill renders withou
 	  sed "s#libvulkan_lvp.so#$$PWD/usr/lib/x86_64-linux-gnu/libvulkan_lvp.so#" \
 	    usr/share/vulkan/icd.d/lvp_icd.json > lvp.json; }
 	@echo "export VK_ICD_FILENAMES=$(VULKAN)/lvp.json LD_LIBRARY_PATH=$(VULKAN)/usr/lib/x86_64-linux-gnu"
+
+apptainer:  ## Unpack Apptainer and a small image, with which tests run workers in a container (root; Debian packages)
+	slurm/devcluster/apptainer.sh $(ENVS)/apptainer
 
 test-fast: install  ## Run the tests that need no cluster and are not slow
 	$(PYTEST) $(PARALLEL) tests -m 'not cluster and not slow and not chaos' $(ARGS)

@@ -1,9 +1,9 @@
 """Memory, time and GPU-hours of the experiments for GPUs (``configs/experiment/math_grpo_*``).
 
 ``python -m benchmarks.recipes`` prints the tables of ``docs/reference/recipes.md``. Nothing is
-measured: all numbers come from data sheets (:mod:`pipeline.planning.cost.data_sheet`). The planner
-reads a checkpoint of the published sizes without weights, problems of one length, and an inventory
-with the GPUs that the plan requests.
+measured: all numbers come from data sheets (:mod:`pipeline.planning.cost.estimated_profile`). The
+planner reads a checkpoint of the published sizes without weights, problems of one length, and an
+inventory with the GPUs that the plan requests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from typing import Any
 
 from pipeline.commands.experiment import compose_words
 from pipeline.plan import Plan, PlanningSources, read_plan
-from pipeline.planning.cost.data_sheet import (
-    GIB,
-    device_from_node_group,
-    stage_memory_parts,
-)
+from pipeline.planning.cost.data_sheet import GIB, device_from_node_group
+from pipeline.planning.cost.estimated_profile import stage_memory_parts
 from pipeline.planning.planner.plan_command import build_request
 from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.request import PlanRequest

@@ -333,7 +333,8 @@ class CheckpointSection(Section):
 
     save_every: int = Field(default=1, ge=1)
     """Iterations between checkpoints (weights and optimizer state) on disk; the last iteration
-    always has one. In between, the checkpoint is only in the trainer's memory: if that is lost, up
+    always has one, and with ``trainer.lora`` each evaluated version, unless ``keep_best`` is 0. In
+    between, the checkpoint is only in the trainer's memory: if that is lost, up
     to this many updates are computed again from their trajectories, which are kept. Values above 1
     need pools, or a run in one process."""
     keep_last: int = Field(default=2, ge=1)

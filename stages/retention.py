@@ -19,9 +19,24 @@ SEARCH_WINDOW = 50
 
 
 def is_checkpoint_saved(config: RunConfig, iteration: int) -> bool:
-    """Return whether the trainer's checkpoint of an iteration (from 0) is written to disk."""
-    number = iteration + 1
-    return number % config.checkpoint.save_every == 0 or number == config.iterations
+    """Return whether the trainer's checkpoint of an iteration (from 0) is written to disk.
+
+    With LoRA, each version that is evaluated has one, because it may become the best version, and
+    only checkpoints have the adapters alone.
+    """
+    version, settings = iteration + 1, config.checkpoint
+    if version % settings.save_every == 0 or version == config.iterations:
+        return True
+    return settings.keep_best > 0 and _trains_adapters(config) and _is_evaluated(config, version)
+
+
+def _trains_adapters(config: RunConfig) -> bool:
+    return bool((config.trainer.model_extra or {}).get("lora"))
+
+
+def _is_evaluated(config: RunConfig, version: int) -> bool:
+    interval = config.evaluate.every
+    return interval > 0 and version % interval == 0
 
 
 class RetentionPolicy:
@@ -32,7 +47,7 @@ class RetentionPolicy:
     """
 
     def __init__(self, config: RunConfig, run: Path, iteration: int) -> None:
-        self._settings, self._evaluate = config.checkpoint, config.evaluate
+        self._config, self._settings = config, config.checkpoint
         self._run, self._iteration, self._flow = run, iteration, flow_of(config)
         stages = self._flow.stages
         # Stages whose output is records, and stages whose output is weights or other state.
@@ -60,7 +75,7 @@ class RetentionPolicy:
         self._best = best_versions(self._scores, self._settings.keep_best)
         self._stages_of_best = {self._flow.publish_stage}
         """Stages whose outputs stay for the versions with the best scores."""
-        if (config.trainer.model_extra or {}).get("lora"):
+        if _trains_adapters(config):
             # The published weights have the adapters merged; only checkpoints have them alone.
             self._stages_of_best.add(self._flow.train_stage)
 
@@ -94,8 +109,7 @@ class RetentionPolicy:
         ]
 
     def _awaits_evaluation(self, version: int) -> bool:
-        interval = self._evaluate.every
-        return interval > 0 and version % interval == 0 and version not in self._scores
+        return _is_evaluated(self._config, version) and version not in self._scores
 
 
 @dataclass(frozen=True)

@@ -39,15 +39,26 @@ def need_vulkan(patch: pytest.MonkeyPatch) -> None:
     """Have simulators find Mesa's Vulkan in software, where ``make vulkan`` has unpacked it; skips
     the test otherwise."""
     _refuse_in_core()
-    folder = (
-        Path(os.environ.get(ENVIRONMENTS_VARIABLE, "~/.cache/rlinf/envs")).expanduser() / "vulkan"
-    )
+    folder = _environments_folder() / "vulkan"
     if not (folder / "lvp.json").is_file():
         if os.environ.get("RLINF_REQUIRE_ENVS"):
             raise FileNotFoundError(f"{folder}/lvp.json; make vulkan unpacks it")
         pytest.skip(f"there is no {folder}; make vulkan unpacks it")
     patch.setenv("VK_ICD_FILENAMES", str(folder / "lvp.json"))
     patch.setenv("LD_LIBRARY_PATH", str(folder / "usr" / "lib" / "x86_64-linux-gnu"))
+
+
+def need_apptainer() -> Path:
+    """Return the folder where ``make apptainer`` has unpacked Apptainer and an image; skips the
+    test otherwise."""
+    folder = _environments_folder() / "apptainer"
+    if not (folder / "image.sif").is_file():
+        pytest.skip(f"there is no {folder}; make apptainer unpacks it")
+    return folder
+
+
+def _environments_folder() -> Path:
+    return Path(os.environ.get(ENVIRONMENTS_VARIABLE, "~/.cache/rlinf/envs")).expanduser()
 
 
 def _refuse_in_core() -> None:

@@ -430,6 +430,11 @@ def _error_rows(job: ProbeJob, check: str, advice: str) -> Iterator[Row]:
         yield "fail", check, f"{', '.join(sorted(set(hosts)))}: {text}. {advice}"
 
 
+def _measurement_row(check: str, text: str, is_ok: bool, warning: str) -> Row:
+    """Return the row of a measurement, whose text continues with the warning if it is not ok."""
+    return ("ok", check, text) if is_ok else ("warn", check, text + warning)
+
+
 def _python_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
     here = collect_provenance()["versions"]
     hosts = ", ".join(sorted({report.host for report in job.reports}))
@@ -515,16 +520,13 @@ def _matrix_row(job: ProbeJob, model: str) -> Iterator[Row]:
         yield "warn", "matrix rate", f"{text}; {reason}"
         return
     share = min(rates) / spec.bf16_flops
-    text += f", {share:.0%} of the data sheet of {spec.name}"
-    if share < MIN_MATRIX_SHARE:
-        yield (
-            "warn",
-            "matrix rate",
-            f"{text}. Other work, a power limit or heat slows the GPU: nvidia-smi -q -d "
-            "PERFORMANCE,POWER says which",
-        )
-    else:
-        yield "ok", "matrix rate", text
+    yield _measurement_row(
+        "matrix rate",
+        f"{text}, {share:.0%} of the data sheet of {spec.name}",
+        share >= MIN_MATRIX_SHARE,
+        ". Other work, a power limit or heat slows the GPU: nvidia-smi -q -d PERFORMANCE,POWER "
+        "says which",
+    )
 
 
 def _socket_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
@@ -539,10 +541,8 @@ def _socket_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
     slowest_s = max(report.round_trip_s or 0.0 for report in measured)
     ways = sorted({f"{r.server_address} by {r.server_interface or '?'}" for r in measured})
     text = f"to this machine: {', '.join(ways)}; round trip {slowest_s * 1e3:.1f} ms"
-    if slowest_s > MAX_ROUND_TRIP_S:
-        yield "warn", SOCKET_CHECK, f"{text}, which is slow. {advice}"
-    else:
-        yield "ok", SOCKET_CHECK, text
+    is_ok = slowest_s <= MAX_ROUND_TRIP_S
+    yield _measurement_row(SOCKET_CHECK, text, is_ok, f", which is slow. {advice}")
 
 
 def _clock_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
@@ -592,15 +592,13 @@ def _link_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
         if job.task.gpus_per_node and link.backend == "gloo":
             text += " (Gloo, because torch sees no GPU)"
         minimum = MIN_LINK_BYTES_PER_S[link.backend, name if name == NODE_LINK else NODES_LINK]
-        if rate < minimum:
-            yield (
-                "warn",
-                title,
-                f"{text}, less than {minimum / GB:g}. Set cluster.network_interface to the fast "
-                "network, and look for NET/IB in the log with NCCL_DEBUG=INFO",
-            )
-        else:
-            yield "ok", title, text
+        yield _measurement_row(
+            title,
+            text,
+            rate >= minimum,
+            f", less than {minimum / GB:g}. Set cluster.network_interface to the fast network, and "
+            "look for NET/IB in the log with NCCL_DEBUG=INFO",
+        )
 
 
 def _describe_link(report: RankReport, name: str) -> str:
@@ -623,28 +621,21 @@ def _file_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
     delays = [values[key] for key in ("visible_here_s", "visible_node_s")]
     delay_s = max((delay for delay in delays if delay is not None), default=None)
     if write is not None and read is not None:
-        text = f"writes {write / GB:.2f} GB/s, reads {read / GB:.2f} GB/s"
-        if min(write, read) < MIN_FILE_BYTES_PER_S:
-            minutes = 14 * GB / min(write, read) / 60
-            yield (
-                "warn",
-                FILES_CHECK,
-                f"{text}: 14 GB of weights (7 B in bfloat16) take {minutes:.0f} min. Choose a "
-                "run.root on the parallel filesystem",
-            )
-        else:
-            yield "ok", FILES_CHECK, text
+        minutes = 14 * GB / min(write, read) / 60
+        yield _measurement_row(
+            FILES_CHECK,
+            f"writes {write / GB:.2f} GB/s, reads {read / GB:.2f} GB/s",
+            min(write, read) >= MIN_FILE_BYTES_PER_S,
+            f": 14 GB of weights (7 B in bfloat16) take {minutes:.0f} min. Choose a run.root on "
+            "the parallel filesystem",
+        )
     if delay_s is not None:
-        text = f"other nodes see it after {delay_s:.2f} s"
-        if delay_s > MAX_VISIBLE_S:
-            yield (
-                "warn",
-                "rename",
-                f"{text}: each stage of a job waits as long. Use pools, or a run.root on another "
-                "filesystem",
-            )
-        else:
-            yield "ok", "rename", text
+        yield _measurement_row(
+            "rename",
+            f"other nodes see it after {delay_s:.2f} s",
+            delay_s <= MAX_VISIBLE_S,
+            ": each stage of a job waits as long. Use pools, or a run.root on another filesystem",
+        )
 
 
 def _disk_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
@@ -657,16 +648,14 @@ def _disk_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:
         text += " free"
         if smallest.write_bytes_per_s is not None:
             text += f", writes {smallest.write_bytes_per_s / GB:.2f} GB/s"
-        if smallest.free_bytes < (MIN_SHARED_BYTES if is_shared else MIN_TEMPORARY_BYTES):
-            remedy = (
-                "Weights of engine servers and pools go through it: rlinf clean on the node "
-                "removes leftovers, and containers need a larger one (--shm-size)"
-                if is_shared
-                else "Set TMPDIR in env of the site file to a larger disk of the node"
-            )
-            yield "warn", DISK_CHECK, f"{text}. {remedy}"
-        else:
-            yield "ok", DISK_CHECK, text
+        is_ok = smallest.free_bytes >= (MIN_SHARED_BYTES if is_shared else MIN_TEMPORARY_BYTES)
+        remedy = (
+            "Weights of engine servers and pools go through it: rlinf clean on the node removes "
+            "leftovers, and containers need a larger one (--shm-size)"
+            if is_shared
+            else "Set TMPDIR in env of the site file to a larger disk of the node"
+        )
+        yield _measurement_row(DISK_CHECK, text, is_ok, f". {remedy}")
 
 
 def _stage_findings(job: ProbeJob, jobs: Sequence[ProbeJob]) -> Iterator[Row]:

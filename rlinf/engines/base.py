@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import SamplingSection, Section
-from rlinf.data.record import Record
+from rlinf.data.record import Record, RecordId
 from rlinf.device_memory import MemorySize
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import ModelHolder
@@ -156,6 +156,9 @@ class RolloutHooks:
     """Called with the number of unfinished samples and the number of requested samples. If it
     returns true, the engine returns all running samples as ``unfinished``. Engines with short
     requests may ignore it. Its exceptions end :meth:`Engine.generate`."""
+    on_token: Callable[[RecordId, int, int], None] | None = None
+    """Called with the identity of the request, the sample and the token, for each token in the
+    order of decoding and before the reply. Engines that receive finished samples may ignore it."""
 
 
 NO_HOOKS = RolloutHooks()

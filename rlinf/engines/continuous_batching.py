@@ -8,7 +8,7 @@ weights arrive between two tokens, the KV cache is computed again from the token
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlinf.channels.channel import ChannelClosed
-from rlinf.data.record import Record
+from rlinf.data.record import Record, RecordId
 from rlinf.engines.base import RequestReceiver, RolloutHooks, check_token_request
 from rlinf.engines.kv_cache import EqualLengthCache, KeyValueCache
 from rlinf.engines.token_sampling import SamplingParams, completes_stop_string, sample_tokens
@@ -335,6 +335,8 @@ class ContinuousBatching:
         network, hooks = self._network, self._hooks
         PROGRESS.mark()
         chosen = self._sample_next(batch)
+        if hooks.on_token is not None:
+            self._report_tokens(batch, chosen, hooks.on_token)
         stopped = torch.isin(chosen, network.stop_token_ids) | self._completes_stop_string(batch)
         ended = (stopped | (batch.num_generated == batch.limit)) & batch.running
         if bool(ended.any()):
@@ -366,6 +368,15 @@ class ContinuousBatching:
         batch.logits = network.forward(
             chosen[:, None], (batch.position - 1 + batch.rope_shift)[:, None], visible, cache
         )
+
+    def _report_tokens(
+        self, batch: DecodingBatch, chosen: Tensor, on_token: Callable[[RecordId, int, int], None]
+    ) -> None:
+        running = batch.running.tolist()
+        for row, token, is_running in zip(batch.rows, chosen.tolist(), running, strict=True):
+            if is_running:
+                request = row.source.request
+                on_token(request.identity, int(request.steps["sample"][row.index]), token)
 
     def _sample_next(self, batch: DecodingBatch) -> Tensor:
         """Sample and store the next token ``[B]`` of every row, including finished rows."""

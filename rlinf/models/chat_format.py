@@ -367,6 +367,17 @@ class ChatFormat:
         text: str = self.tokenizer.decode(visible, skip_special_tokens=False)
         return text
 
+    def decode_stable(self, tokens: Sequence[int]) -> str:
+        """Return the beginning of the text of an unfinished response that stays as it is.
+
+        A character of several tokens is decoded as U+FFFD until it is complete. A token that is
+        one byte can also change the text of the bytes before it.
+        """
+        visible = [token for token in tokens if token not in self._undecoded_ids]
+        text = self.decode(visible)
+        length = _common_prefix_length(self.decode(visible[:-1]), text)
+        return text[:length].rstrip("\ufffd")
+
 
 def split_thought(content: str, marks: ThinkingMarks | None) -> tuple[str | None, str]:
     """Return the thought (or None) and the answer of a message, both stripped.

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,8 +43,6 @@ class Completion:
     """Log-probabilities of the tokens; see :class:`rlinf.engines.token_sampling.SamplingParams`."""
     stopped: bool
     """Whether a stop token or stop string ended the sample, not the maximum length."""
-    version: int
-    """Version of the weights that chose the first token."""
 
 
 @dataclass(eq=False)
@@ -52,6 +50,7 @@ class _CompletionRequest:
     """A request for completions, and those that are finished, by sample."""
 
     record: Record
+    on_token: Callable[[int, int], None] | None
     future: Future[list[Completion]] = field(default_factory=Future)
     finished: dict[int, Completion] = field(default_factory=dict)
 
@@ -88,7 +87,11 @@ class EngineService(RecordSource):
         self._thread.start()
 
     def complete(
-        self, prompt: Sequence[int], sampling: SamplingParams, count: int
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        count: int,
+        on_token: Callable[[int, int], None] | None = None,
     ) -> Future[list[Completion]]:
         """Request completions of a prompt.
 
@@ -98,6 +101,9 @@ class EngineService(RecordSource):
             prompt: token ids, at least one.
             sampling: sampling parameters; without a seed, every request has another one.
             count: number of completions.
+            on_token: called in the thread of the engine with the number of a completion (from 0)
+                and each of its tokens, if the engine reports tokens while it decodes
+                (:class:`rlinf.engines.base.RolloutHooks`).
         """
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
@@ -109,7 +115,8 @@ class EngineService(RecordSource):
         with self._changed:
             # Random numbers depend on the seed and on the sample, not on the number of the request.
             identity = RecordId(0, next(self._numbers))
-            request = _CompletionRequest(Record(identity, steps, info=sampling.to_info()))
+            record = Record(identity, steps, info=sampling.to_info())
+            request = _CompletionRequest(record, on_token)
             if self._accept(request.future):
                 self._completions.append(request)
         return request.future
@@ -171,7 +178,9 @@ class EngineService(RecordSource):
 
     def _run(self) -> None:
         """Serve requests until the service is closed or the engine fails."""
-        hooks = RolloutHooks(should_abort=lambda remaining, requested: self._is_closed)
+        hooks = RolloutHooks(
+            should_abort=lambda remaining, requested: self._is_closed, on_token=self._report_token
+        )
         try:
             while self._wait():
                 self._score_next()
@@ -227,6 +236,10 @@ class EngineService(RecordSource):
         for request, result in zip(batch, scores, strict=True):
             request.future.set_result(result)
 
+    def _report_token(self, identity: RecordId, sample: int, token: int) -> None:
+        if (on_token := self._running[identity.sample].on_token) is not None:
+            on_token(sample, token)
+
     def _deliver(self, reply: Record) -> None:
         """Store the completions of a reply, and answer its request if that has all of them."""
         request, steps = self._running[reply.identity.sample], reply.steps
@@ -238,7 +251,6 @@ class EngineService(RecordSource):
                 steps["tokens"][row, :length].tolist(),
                 steps["logprobs"][row, :length].tolist(),
                 bool(steps["stopped"][row]),
-                int(reply.info["version"]),
             )
         if len(request.finished) == len(request.record.steps["sample"]):
             del self._running[reply.identity.sample]

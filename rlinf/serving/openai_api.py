@@ -13,8 +13,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from rlinf.engines.token_sampling import SamplingParams
 from rlinf.errors import DataError, RlinfError, did_you_mean
 from rlinf.models.chat_format import ChatFormat
 from rlinf.serving.engine_service import Completion, EngineService
+from rlinf.serving.text_deltas import TextDeltas
 
 log = logging.getLogger("rlinf")
 MAX_BODY_BYTES = 32 << 20
@@ -202,7 +204,8 @@ class Choice:
     """One answer to a request."""
 
     text: str
-    finish_reason: str
+    finish_reason: str | None
+    """None: the choice is a part of the answer, and more follows."""
     tokens: list[ScoredToken] | None
     """None: no log-probabilities were requested."""
 
@@ -223,14 +226,8 @@ def create_app(service: EngineService, model: ServedModel, api_key: str) -> Star
                 return error_response("missing or wrong API key", 401, code="invalid_api_key")
             try:
                 return await answer(request)
-            except BadRequest as error:
-                return error_response(str(error), error.status, error.param)
-            except DataError as error:
-                return error_response(str(error), 400)
-            except Exception as error:  # the engine failed or is stopping
-                if not isinstance(error, RlinfError):
-                    log.exception("a request failed")
-                return error_response(f"the server cannot answer: {error}", 503)
+            except Exception as error:
+                return response_to_error(error)
 
         return Route(path, authorized, methods=[method])
 
@@ -250,6 +247,18 @@ def error_response(
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status)
+
+
+def response_to_error(error: Exception) -> JSONResponse:
+    """Return the response to a request that failed."""
+    if isinstance(error, BadRequest):
+        return error_response(str(error), error.status, error.param)
+    if isinstance(error, DataError):
+        return error_response(str(error), 400)
+    # The engine failed or is stopping.
+    if not isinstance(error, RlinfError):
+        log.error("a request failed", exc_info=error)
+    return error_response(f"the server cannot answer: {error}", 503)
 
 
 class OpenAIRoutes:
@@ -281,31 +290,33 @@ class OpenAIRoutes:
         for prompt in prompts:
             self._check(prompt, request, max_tokens)
         num_top = request.logprobs
-        answers = await asyncio.gather(
-            *(
-                self._answer(
-                    prompt,
-                    request,
-                    max_tokens,
-                    num_top,
-                    prompt_text=text if request.echo else None,
-                )
-                for prompt, text in zip(prompts, texts, strict=True)
-            )
-        )
-        choices = [
-            {
+
+        def to_choice(index: int, choice: Choice) -> dict[str, Any]:
+            return {
                 "index": index,
                 "text": choice.text,
                 "logprobs": None if choice.tokens is None else _completion_logprobs(choice.tokens),
                 "finish_reason": choice.finish_reason,
             }
-            for index, choice in enumerate(c for answer in answers for c in answer.choices)
-        ]
-        body = self._body("cmpl", "text_completion", answers, choices)
-        if not request.stream:
-            return JSONResponse(body)
-        return _stream([{**body, "choices": [choice]} for choice in choices], body, request)
+
+        async def answer(deltas: TextDeltas | None) -> list[Answer]:
+            return await asyncio.gather(
+                *(
+                    self._answer(
+                        prompt,
+                        request,
+                        max_tokens,
+                        num_top,
+                        prompt_text=text if request.echo else None,
+                        deltas=deltas,
+                        first_index=index * request.n,
+                    )
+                    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+                )
+            )
+
+        body = self._body("cmpl", "text_completion")
+        return await self._respond(request, body, answer, to_choice)
 
     async def create_chat_completion(self, http_request: Request) -> Response:
         request = await _parse_body(http_request, ChatCompletionRequest)
@@ -326,28 +337,65 @@ class OpenAIRoutes:
             max_tokens = max(1, min(DEFAULT_CHAT_TOKENS, room))
         self._check(prompt, request, max_tokens)
         num_top = request.top_logprobs if request.logprobs else None
-        answer = await self._answer(prompt, request, max_tokens, num_top)
-        choices = [
-            {
+        kind = "delta" if request.stream else "message"
+        started = set[int]()
+        """Choices whose role was sent."""
+
+        def to_choice(index: int, choice: Choice) -> dict[str, Any]:
+            role = {} if index in started else {"role": "assistant"}
+            started.add(index)
+            return {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text},
+                kind: {**role, "content": choice.text},
                 "logprobs": None if choice.tokens is None else _chat_logprobs(choice.tokens),
                 "finish_reason": choice.finish_reason,
             }
-            for index, choice in enumerate(answer.choices)
-        ]
-        body = self._body("chatcmpl", "chat.completion", [answer], choices)
+
+        async def answer(deltas: TextDeltas | None) -> list[Answer]:
+            return [await self._answer(prompt, request, max_tokens, num_top, deltas=deltas)]
+
+        body = self._body("chatcmpl", "chat.completion" + ".chunk" * request.stream)
+        return await self._respond(request, body, answer, to_choice)
+
+    async def _respond(
+        self,
+        request: _Request,
+        body: dict[str, Any],
+        answer: Callable[[TextDeltas | None], Coroutine[Any, Any, list[Answer]]],
+        to_choice: Callable[[int, Choice], dict[str, Any]],
+    ) -> Response:
+        """Return the response to a request: one object, or server-sent events.
+
+        Args:
+            body: the fields that the object and all events have.
+            answer: returns the answers to all prompts; passes tokens on while they are generated.
+            to_choice: returns a choice in the format of the route.
+        """
         if not request.stream:
-            return JSONResponse(body)
-        body["object"] = "chat.completion.chunk"
-        events = []
-        for choice in choices:
-            delta = {"index": choice["index"], "logprobs": choice["logprobs"]}
-            first = {**delta, "delta": choice["message"], "finish_reason": None}
-            last = {**delta, "delta": {}, "logprobs": None}
-            last["finish_reason"] = choice["finish_reason"]
-            events += [{**body, "choices": [first]}, {**body, "choices": [last]}]
-        return _stream(events, body, request)
+            answers = await answer(None)
+            choices = [to_choice(*item) for item in enumerate(_choices(answers))]
+            return JSONResponse({**body, "choices": choices, "usage": _usage(answers)})
+        deltas = TextDeltas(self._model.chat_format, request.stop_strings)
+        with_usage = request.stream_options is not None and request.stream_options.include_usage
+
+        async def events() -> AsyncIterator[dict[str, Any]]:
+            task = asyncio.create_task(answer(deltas))
+            task.add_done_callback(lambda _: deltas.close())
+            try:
+                async for index, text in deltas:
+                    yield {**body, "choices": [to_choice(index, Choice(text, None, None))]}
+                answers = await task
+            finally:
+                task.cancel()
+            for index, choice in enumerate(_choices(answers)):
+                rest = replace(choice, text=choice.text[len(deltas.sent_text[index]) :])
+                yield {**body, "choices": [to_choice(index, rest)]}
+            if with_usage:
+                yield {**body, "choices": [], "usage": _usage(answers)}
+
+        stream = events()
+        first = await anext(stream)  # errors before it are the response
+        return StreamingResponse(_event_lines(first, stream), media_type="text/event-stream")
 
     def _prompts(
         self, prompt: str | list[int] | list[str] | list[list[int]]
@@ -381,17 +429,25 @@ class OpenAIRoutes:
         num_top: int | None,
         *,
         prompt_text: str | None = None,
+        deltas: TextDeltas | None = None,
+        first_index: int = 0,
     ) -> Answer:
         """Return the choices for one prompt.
 
         Args:
             num_top: number of most likely tokens for each position; None: no log-probabilities.
             prompt_text: text with which each choice begins; None: choices do not echo the prompt.
+            deltas: receives the tokens while they are generated, unless the request needs more
+                than their text.
+            first_index: index of the first choice in the response.
         """
         sampling = request.sampling_params(max_tokens)
-        completions = [Completion([], [], False, self._model.version)] * request.n
+        completions = [Completion([], [], stopped=False)] * request.n
         if max_tokens:
-            future = self._service.complete(prompt, sampling, request.n)
+            on_token = None
+            if deltas is not None and num_top is None and prompt_text is None:
+                on_token = partial(deltas.add_token, first_index)
+            future = self._service.complete(prompt, sampling, request.n, on_token)
             completions = await asyncio.wrap_future(future)
         scores: list[TokenScores | None] = [None] * len(completions)
         if num_top is not None and (num_top or prompt_text is not None):
@@ -492,29 +548,14 @@ class OpenAIRoutes:
             scored.append(ScoredToken(text, logprob, top))
         return scored
 
-    def _body(
-        self,
-        prefix: str,
-        kind: str,
-        answers: Sequence[Answer],
-        choices: Sequence[dict[str, Any]],
-    ) -> dict[str, Any]:
-        """Return a response, which has the version of the weights in ``system_fingerprint``."""
-        versions = {c.version for answer in answers for c in answer.completions}
-        num_prompt = sum(answer.num_prompt_tokens for answer in answers)
-        num_new = sum(len(c.tokens) for answer in answers for c in answer.completions)
+    def _body(self, prefix: str, kind: str) -> dict[str, Any]:
+        """Return the fields of a response that do not depend on the answers."""
         return {
             "id": f"{prefix}-{secrets.token_hex(16)}",
             "object": kind,
             "created": int(time.time()),
             "model": self._model.name,
-            "system_fingerprint": f"weights-{min(versions)}",
-            "choices": list(choices),
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_new,
-                "total_tokens": num_prompt + num_new,
-            },
+            "system_fingerprint": f"weights-{self._model.version}",
         }
 
 
@@ -547,22 +588,32 @@ async def _parse_body(http_request: Request, cls: type[R]) -> R:
         raise BadRequest(f"{where}{message}", key) from None
 
 
-def _stream(
-    events: Sequence[dict[str, Any]], body: dict[str, Any], request: _Request
-) -> StreamingResponse:
-    """Return server-sent events. The text of a choice is one event, because engines return finished
-    samples."""
-    usage = body["usage"]
-    chunks = [{key: value for key, value in event.items() if key != "usage"} for event in events]
-    if request.stream_options is not None and request.stream_options.include_usage:
-        chunks.append({**body, "choices": [], "usage": usage})
+async def _event_lines(
+    first: dict[str, Any], others: AsyncIterator[dict[str, Any]]
+) -> AsyncIterator[str]:
+    """Yield the lines of server-sent events."""
+    yield f"data: {json.dumps(first)}\n\n"
+    try:
+        async for event in others:
+            yield f"data: {json.dumps(event)}\n\n"
+    except Exception as error:
+        yield f"data: {bytes(response_to_error(error).body).decode()}\n\n"
+        return
+    yield "data: [DONE]\n\n"
 
-    async def lines() -> AsyncIterator[str]:
-        for chunk in chunks:
-            yield f"data: {json.dumps(chunk)}\n\n"
-        yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream")
+def _choices(answers: Sequence[Answer]) -> list[Choice]:
+    return [choice for answer in answers for choice in answer.choices]
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    num_prompt = sum(answer.num_prompt_tokens for answer in answers)
+    num_new = sum(len(c.tokens) for answer in answers for c in answer.completions)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+    }
 
 
 def _completion_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:

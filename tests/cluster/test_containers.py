@@ -1,11 +1,13 @@
 """Workers run in a container that sees only what is bound, and the driver runs outside of it.
 
-Apptainer cannot be had here. A stand-in with its command line gives the process a root of its own:
-the system without the commands of Slurm, and the folders that are bound.
+Apptainer itself runs where ``make apptainer`` has unpacked it. Everywhere else, a stand-in with its
+command line gives the process a root of its own: the system without the commands of Slurm, and the
+folders that are bound.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from rlinf import package_paths
 from tests.cluster.test_pools import shown
 from tests.cluster.test_runs import words
 from tests.cluster.test_submit import rlinf
+from tests.environments import need_apptainer
 from tests.pipeline.helpers import contents
 from tests.slurm.wrapped import write_command
 
@@ -50,13 +53,28 @@ exec unshare --mount bash -c '
 """
 
 
+APPTAINER = r"""
+echo "$(hostname) $*" >> LOG
+shift
+exec FOLDER/usr/bin/apptainer exec --userns "$@"
+"""
+"""In a user namespace, as for a user without privileges."""
+
+
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("program", ["stand-in", "apptainer"])
 def test_workers_run_in_the_container_and_the_driver_does_not(
-    cluster: Path, tiny_run: Path, tmp_path: Path
+    cluster: Path, tiny_run: Path, tmp_path: Path, program: str
 ) -> None:
     log, image = tmp_path / "calls", tmp_path / "rlinf.sif"
-    image.touch()
-    command = write_command(tmp_path / "bin", "apptainer", STAND_IN.replace("LOG", str(log)))
+    script = STAND_IN
+    if program == "apptainer":
+        unpacked = need_apptainer()
+        script = APPTAINER.replace("FOLDER", str(unpacked))
+        shutil.copy(unpacked / "image.sif", image)
+    else:
+        image.touch()
+    command = write_command(tmp_path / "bin", "apptainer", script.replace("LOG", str(log)))
     folders = (package_paths.ROOT, sys.base_prefix, sys.prefix, tmp_path)
     bound = [word for folder in folders for word in ("--bind", str(folder))]
     container = [str(command), "exec", "--nv", *bound, str(image), sys.executable]

@@ -15,7 +15,7 @@ from rlinf.artifacts import Manifest, commit_output, content_digest, is_pruned, 
 from rlinf.config import CheckpointSection, EvaluateSection, RunConfig
 from stages.flow import EVALUATE
 from stages.layout import setup_stage_folder, stage_folder
-from stages.retention import RetentionPolicy, best_versions, best_weights
+from stages.retention import RetentionPolicy, best_versions, best_weights, is_checkpoint_saved
 
 
 def config_of(**retention: Any) -> RunConfig:
@@ -112,6 +112,24 @@ def test_adapters_of_the_best_weights_stay_too(tmp_path: Path) -> None:
         made.publish(iteration)
         made.evaluate(iteration + 1, float(iteration == 1))
     assert made.on_disk("train") == made.on_disk("sync") == {2, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("lora", "keep_best", "saved"),
+    [
+        ({"rank": 4}, 1, {2, 4, 5, 6, 8, 10, 99}),
+        ({"rank": 4}, 0, {5, 10, 99}),
+        (None, 1, {5, 10, 99}),
+    ],
+)
+def test_with_adapters_each_evaluated_version_has_a_checkpoint(
+    lora: Any, keep_best: int, saved: set[int]
+) -> None:
+    plain = config_of(save_every=5, keep_best=keep_best)
+    trainer = type(plain.trainer).model_validate({"name": "any", "lora": lora})
+    config = plain.model_copy(update={"trainer": trainer, "evaluate": EvaluateSection(every=2)})
+    versions = [*range(1, 12), config.iterations]
+    assert {v for v in versions if is_checkpoint_saved(config, v - 1)} == saved
 
 
 def test_weights_that_were_the_best_long_ago_are_removed(tmp_path: Path) -> None:

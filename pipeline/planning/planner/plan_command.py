@@ -14,7 +14,7 @@ import yaml
 from pipeline.console import create_console
 from pipeline.inventory import load_or_survey
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
-from pipeline.planning.cost.data_sheet import estimate_profile
+from pipeline.planning.cost.estimated_profile import estimate_profile
 from pipeline.planning.planner.available_devices import (
     check_plan_limits,
     local_devices,

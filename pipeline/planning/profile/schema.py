@@ -154,7 +154,7 @@ class Profile(Section):
     created_at: AwareDatetime
     estimated: bool = False
     """True if nothing was measured: the numbers are derived from data sheets, by
-    :mod:`pipeline.planning.cost.data_sheet`."""
+    :mod:`pipeline.planning.cost.estimated_profile`."""
     identity: ProfileIdentity
     samples: int = Field(gt=0)
     """Samples of one iteration of the run: prompts times group size."""

@@ -96,6 +96,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optimizer.lr=0.05",
         "algorithm.entropy_coeff=0.1",
         "trainer.lora={rank: 4, alpha: 8}",
+        "checkpoint.save_every=2",
         f"run.root={root}",
         "run.name=lora",
         "log.trackers=[]",
@@ -141,6 +142,13 @@ def test_adapters_that_peft_could_not_use_are_refused(
     with pytest.raises(InputError, match="not empty"):
         export_adapter(lora_run, tmp_path / "full", None)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_adapters_of_an_evaluated_version_between_checkpoints_are_exported(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    """Any evaluated version can be the best one."""
+    assert export_adapter(lora_run, tmp_path / "adapter", 1) == 1
 
 
 def test_damage_is_found_before_scores_are_printed(tiny_run: Path, tmp_path: Path) -> None:

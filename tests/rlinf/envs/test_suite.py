@@ -148,3 +148,7 @@ def test_a_run_without_a_task_only_evaluates_sets(compose: Callable[..., Any], w
     values = compose("task=none", "iterations=0", "sft.max_steps=0", word)
     with pytest.raises(ConfigError, match=r"task.name: 'none' has no problems, so it is only for"):
         NoTask.check(NoTask.Config(), load_components(validate(RunConfig, values)))
+
+
+def test_a_run_without_a_task_has_no_prompts() -> None:
+    assert NoTask(None, None).prompts(RolloutRequest(0, 0, "train", [], 0, 1, 1, 1.0)) == []

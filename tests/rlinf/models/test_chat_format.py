@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.chat_format import (
@@ -194,3 +199,27 @@ def test_of_several_templates_the_default_one_is_taken() -> None:
     assert select_chat_template({}, "model.path") is None
     with pytest.raises(DataError, match=r"rag, and none is named default.*chat_template\.jinja"):
         select_chat_template(several[:1], "model.path")
+
+
+def byte_fallback_tokenizer() -> Any:
+    """A tokenizer with tokens of one byte for characters that have no token, as of Llama 2."""
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + list("abc")
+    made = Tokenizer(BPE({t: i for i, t in enumerate(tokens)}, merges=[], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+
+
+@pytest.mark.parametrize("tokenizer", [make_tokenizer(), byte_fallback_tokenizer()])
+@given(data=st.data())
+def test_later_tokens_do_not_change_the_stable_text(tokenizer: Any, data: st.DataObject) -> None:
+    text = data.draw(st.text("abcé€𝄞", max_size=6))
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = [*tokens, *data.draw(st.lists(st.sampled_from([*tokens, tokenizer.eos_token_id])))]
+    found = ChatFormat.from_tokenizer(tokenizer)
+    for length in range(1, len(tokens) + 1):
+        stable = found.decode_stable(tokens[:length])
+        assert found.decode(tokens).startswith(stable)
+        assert not stable.endswith("\ufffd")
+    complete = tokenizer(f"{text}a", add_special_tokens=False)["input_ids"]
+    assert found.decode_stable(complete) == text, "nothing else waits"

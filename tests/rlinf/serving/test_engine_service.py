@@ -54,8 +54,28 @@ def test_completions_depend_on_their_seed_and_not_on_other_requests(
         [c.tokens for c in group] for group in alone
     ]
     assert [len(group) for group in alone] == [1 + number % 3 for number in range(12)]
-    assert {c.version for group in alone for c in group} == {5}
     assert alone[1][0].tokens != alone[1][1].tokens, "samples of one request differ"
+
+
+def test_tokens_are_reported_in_their_order(service: EngineService) -> None:
+    """More completions than the engine decodes at the same time, of different lengths."""
+    reported: dict[tuple[int, int], list[int]] = {}
+
+    def complete(number: int) -> Any:
+        sampling = SamplingParams(horizon=4 + 3 * number, seed=number)
+
+        def on_token(completion: int, token: int) -> None:
+            reported.setdefault((number, completion), []).append(token)
+
+        return service.complete([2 + number], sampling, 2, on_token).result(60)
+
+    with ThreadPoolExecutor(6) as pool:
+        completions = list(pool.map(complete, range(6)))
+    assert reported == {
+        (number, index): completion.tokens
+        for number, group in enumerate(completions)
+        for index, completion in enumerate(group)
+    }
 
 
 def test_requests_without_a_seed_differ(service: EngineService) -> None:

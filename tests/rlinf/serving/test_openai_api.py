@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.models.causal_lm import CausalLM
-from rlinf.models.causal_lm_config import CausalLMConfig
+from rlinf.models.causal_lm_config import CausalLMConfig, hf_config
 from rlinf.models.chat_format import ChatFormat
 from rlinf.serving.engine_service import EngineService
+from tests.rlinf.models.folders import make_tokenizer
 
 pytest.importorskip("starlette", reason="the extra 'serve' is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
@@ -44,7 +48,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are bytes, so its text has characters of several tokens."""
+    folder = tmp_path_factory.mktemp("bytes")
+    tokenizer = make_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(hf_config(CONFIG, len(tokenizer)))
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[httpx2.Client]:
+    with serving(folder) as (client, _):
+        yield client
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[httpx2.Client, EngineService]]:
     from rlinf.serving.openai_api import ServedModel, create_app
 
     engine = TransformersEngine(TransformersConfig(max_num_seqs=4), CausalLM, CONFIG)
@@ -59,7 +81,7 @@ def client(folder: Path) -> Iterator[httpx2.Client]:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx2.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
-            yield client
+            yield client, service
         server.should_exit = True
         service.close()
         thread.join(20)
@@ -204,27 +226,69 @@ def test_a_chat_is_rendered_by_the_template(client: httpx2.Client) -> None:
         assert entry["bytes"] == list(entry["token"].encode())
 
 
-@pytest.mark.parametrize("route", ["/completions", "/chat/completions"])
-def test_a_streamed_response_has_the_same_text(client: httpx2.Client, route: str) -> None:
-    prompt: dict[str, Any] = {"prompt": "abc"}
-    if "chat" in route:
-        prompt = {"messages": [{"role": "user", "content": "abc"}]}
-    settings = {**prompt, "max_tokens": 8, "seed": 4}
-    whole = post(client, route, **settings)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    response = client.post(route, json={**settings, **options})
+def events_of(response: httpx2.Response) -> list[Any]:
+    """The events of a streamed response, without the mark of its end."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
-    chunks = [json.loads(line) for line in lines]
-    assert chunks.pop()["usage"] == whole["usage"]
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("route", ["/completions", "/chat/completions"])
+def test_a_streamed_text_is_the_whole_text_in_several_parts(byte_folder: Path, route: str) -> None:
+    settings: dict[str, Any] = {"max_tokens": 90, "seed": 4, "n": 3}
+    settings["prompt"] = ["abc", "d"]
     if "chat" in route:
-        text = "".join(choice["delta"].get("content", "") for choice in choices)
-        assert text == whole["choices"][0]["message"]["content"]
-    else:
-        assert choices[0]["text"] == whole["choices"][0]["text"]
+        settings["messages"] = [{"role": "user", "content": settings.pop("prompt")[0]}]
+    with serving(byte_folder) as (client, _):
+        first = post(client, route, **settings)["choices"][0]
+        text = first["message"]["content"] if "chat" in route else first["text"]
+        settings["stop"] = [text[20:23], "never there"]
+        whole = post(client, route, **settings)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        events = events_of(client.post(route, json={**settings, **options}))
+    last = events.pop()
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    parts = defaultdict[int, list[Any]](list)
+    for event in events:
+        (choice,) = event["choices"]
+        parts[choice["index"]].append(choice)
+    assert len(parts) == len(whole["choices"])
+    for choice in whole["choices"]:
+        *earlier, final = own = parts[choice["index"]]
+        assert len(earlier) > 2
+        assert [part["finish_reason"] for part in earlier] == [None] * len(earlier)
+        assert final["finish_reason"] == choice["finish_reason"]
+        if "chat" in route:
+            assert [part["delta"].get("role") for part in own] == ["assistant"] + [None] * len(
+                earlier
+            )
+            text = "".join(part["delta"]["content"] for part in own)
+            assert text == choice["message"]["content"]
+        else:
+            assert "".join(part["text"] for part in own) == choice["text"]
+
+
+def test_streamed_log_probs_and_echoes_come_with_the_whole_text(client: httpx2.Client) -> None:
+    settings = {"prompt": "abc", "max_tokens": 6, "seed": 5, "logprobs": 2, "echo": True}
+    whole = post(client, "/completions", **settings)["choices"]
+    (event,) = events_of(client.post("/completions", json={**settings, "stream": True}))
+    assert event["choices"] == whole
+
+
+def test_an_error_ends_a_stream(folder: Path) -> None:
+    body = {"prompt": "abc", "max_tokens": 150, "min_tokens": 150, "stream": True}
+    with serving(folder) as (client, service):
+        refused = client.post("/completions", json={**body, "max_tokens": 500})
+        assert refused.status_code == 400
+        with client.stream("POST", "/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"]
+            service.close()
+            *_, last = filter(None, lines)
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["message"] == "the server cannot answer: the server is stopping"
+        assert client.post("/completions", json=body).status_code == 503
 
 
 @pytest.mark.parametrize(

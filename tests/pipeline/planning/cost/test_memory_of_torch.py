@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.planning.cost.data_sheet import TRAINER_STATE, TrainingWorkload
 from pipeline.planning.cost.model_shape import from_hf_config
+from pipeline.planning.cost.workloads import TRAINER_STATE, TrainingWorkload
 
 PROCESSES, TOKENS = 4, 128
 CASES = {

@@ -14,13 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pipeline.planning.cost.data_sheet import (
-    GenerationWorkload,
-    GpuDevice,
-    StateBytes,
-    TrainingWorkload,
-)
+from pipeline.planning.cost.data_sheet import GpuDevice
 from pipeline.planning.cost.model_shape import ModelShape
+from pipeline.planning.cost.workloads import GenerationWorkload, StateBytes, TrainingWorkload
 from tests.pipeline.planning.cost.shapes import A100, H100, LLAMA_2_7B, gpt
 
 

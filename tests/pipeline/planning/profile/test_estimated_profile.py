@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.recipes import QWEN2_5_7B, write_hollow_checkpoint
 from pipeline.plan import PlanningSources, read_plan
-from pipeline.planning.cost.data_sheet import estimate_profile, with_critic
+from pipeline.planning.cost.estimated_profile import estimate_profile, with_critic
 from pipeline.planning.cost.model_shape import from_hf_config
 from pipeline.planning.planner.plan_command import build_request, compute_corrections, run_plan
 from pipeline.planning.planner.planner import propose_plan
