@@ -15,6 +15,7 @@ KV_CACHE_SHARE = 0.4
 """Largest share of the memory that the KV cache takes by default. The rest is for activations, and
 for copies: when rows join the batch, both parts and the joined cache exist for a moment."""
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,11 @@ def kv_bytes_per_token(text_config: Any, dtype: torch.dtype, tensor_parallel: in
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this process's job: that of the node, or less if a cgroup limits it."""
+    """Return the memory of this process's job on this node, as Slurm or a cgroup limits it."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    if slurm_mb := int(os.environ.get("SLURM_MEM_PER_NODE", "0")):  # 0: all memory of the node
+        limits.append(slurm_mb << 20)
+    for line in CGROUP_MEMBERSHIP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # cgroup v2
             root, name = CGROUP_ROOT, "memory.max"

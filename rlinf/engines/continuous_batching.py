@@ -407,8 +407,8 @@ class ContinuousBatching:
         if prompt_length + horizon > self._limits.cache.tokens:
             raise DataError(
                 f"a prompt of {prompt_length} tokens and a response of up to {horizon} do not fit "
-                f"into the KV cache of {self._limits.cache}; raise engine.kv_cache_gib or the "
-                "memory of the stage, or shorten rollout.horizon or the prompts"
+                f"into the KV cache of {self._limits.cache}; raise engine.kv_cache_gib or give the "
+                "stage more memory, or shorten rollout.horizon or the prompts"
             )
 
     def _admit(self) -> None:

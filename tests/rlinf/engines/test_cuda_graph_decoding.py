@@ -3,6 +3,7 @@ tested in tests/gpu."""
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_it_fits_one_cache_until_its_columns_are_full(tmp_path: Path) -> None:
         cache.length = 4
         cache.select(torch.tensor([1]))  # rows in new buffers
         assert not fixed.fits(step, cache)
+
+
+def test_it_does_not_keep_the_memory_of_a_cache_that_is_no_longer_used(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, "qwen2")
+    step = engine._fused_step
+    assert step is not None
+    with torch.inference_mode():
+        _, cache, _ = prefill(engine, [torch.arange(2, 6).numpy()], 8)
+        fixed = FixedInputStep(step, cache, 6, 1)
+        buffers = [weakref.ref(buffer) for layer in cache.layers for buffer in layer]
+        _, cache, _ = prefill(engine, [torch.arange(2, 6).numpy()], 8)
+    assert not any(buffer() is not None for buffer in buffers)
+    assert not fixed.fits(step, cache)
 
 
 @pytest.mark.parametrize(
