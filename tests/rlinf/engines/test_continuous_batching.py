@@ -18,7 +18,6 @@ from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM
 from tests.rlinf.engines.test_transformers import (
     CONFIG,
-    channel_of,
     engine,
     expected_logprobs,
     request,
@@ -157,7 +156,9 @@ def test_running_rows_get_a_token_between_two_chunks_of_a_long_prompt(
     assert found == set(range(6))
 
 
-def arrival_after(steps: int, channel: LocalChannel, late: Record) -> RolloutHooks:
+def arrival_after(
+    steps: int, channel: LocalChannel, late: Record, newer_weights: Any = None
+) -> RolloutHooks:
     """Put a request into the channel after so many tokens, and close it."""
     count = 0
 
@@ -169,11 +170,11 @@ def arrival_after(steps: int, channel: LocalChannel, late: Record) -> RolloutHoo
             channel.close()
         return False
 
-    return RolloutHooks(should_abort=should_abort)
+    return RolloutHooks(should_abort=should_abort, newer_weights=newer_weights)
 
 
-@pytest.mark.parametrize("change", [1, 4, 7, 9])
-def test_rows_that_join_when_newer_weights_arrive_start_with_them(
+@pytest.mark.parametrize("change", [2, 4, 7, 8])
+def test_rows_that_are_joining_when_newer_weights_arrive_start_with_them(
     folder: Path, tmp_path: Path, change: int
 ) -> None:
     CausalLM.create(CONFIG, {"alphabet": "0123456789+="}, 1, tmp_path)
@@ -184,17 +185,27 @@ def test_rows_that_join_when_newer_weights_arrive_start_with_them(
         count += 1
         return (tmp_path, 4) if count == change else None
 
-    wanted = request([3, 17, 4, 29], horizon=8)
-    made = engine(folder, ignore_eos=True, max_num_seqs=4, max_num_batched_tokens=8)
-    got = {}
-    for reply in made.generate(
-        channel_of(wanted), seed=7, stage="rollout", hooks=RolloutHooks(newer_weights=newer)
-    ):
+    wanted = request([3, 4, 41], horizon=12)
+    early, late = (
+        Record(
+            wanted.identity,
+            {name: column[part] for name, column in wanted.steps.items()},
+            info=wanted.info,
+        )
+        for part in (slice(0, 4), slice(4, 6))
+    )
+    made = engine(folder, ignore_eos=True, max_num_seqs=8, max_num_batched_tokens=8)
+    channel, got = LocalChannel(), {}
+    channel.put(early)
+    hooks = arrival_after(3, channel, late, newer)
+    for reply in made.generate(channel, seed=7, stage="rollout", hooks=hooks):
         for i, number in enumerate(reply.steps["sample"]):
             got[int(number)] = {name: array[i] for name, array in reply.steps.items()}
             assert reply.info["version"] == got[int(number)]["version"][0]
+    for number, row in got.items():
+        old_tokens = change if number < 4 else 0
+        assert row["version"].tolist() == [3] * old_tokens + [4] * (12 - old_tokens)
     old, new = (expected_logprobs(where, wanted, got, 1.0) for where in (folder, tmp_path))
     for number, row in got.items():
         expected = np.where(row["version"] == 3, old[number], new[number])
         np.testing.assert_allclose(expected, row["logprobs"], atol=2e-5)
-    assert {3, 4} == {int(version) for row in got.values() for version in row["version"]}
