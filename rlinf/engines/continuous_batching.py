@@ -364,7 +364,7 @@ class ContinuousBatching:
             check_token_request(request)
             lengths, samples = request.steps["prompt_length"], request.steps["sample"]
             sampling = SamplingParams.from_info(request.info)
-            self._check_fits(int(lengths.max()), sampling.horizon)
+            self._check_fits(request, sampling.horizon)
             seed = self._seed if sampling.seed is None else sampling.seed
             noise = uniform_rows(
                 seed,
@@ -398,17 +398,19 @@ class ContinuousBatching:
             self._waiting.extendleft(reversed(self._joining[0].rows))
             self._joining = None
 
-    def _check_fits(self, prompt_length: int, horizon: int) -> None:
-        """Check that a row of this length fits into the KV cache.
+    def _check_fits(self, request: Record, horizon: int) -> None:
+        """Check that each row of a request fits into the KV cache.
 
         Raises:
-            DataError: It does not fit, even alone.
+            DataError: A row does not fit, even alone.
         """
-        if prompt_length + horizon > self._limits.cache.tokens:
+        lengths, limit = request.steps["prompt_length"], self._limits.cache
+        for row in np.flatnonzero(lengths + horizon > limit.tokens):
             raise DataError(
-                f"a prompt of {prompt_length} tokens and a response of up to {horizon} do not fit "
-                f"into the KV cache of {self._limits.cache}; raise engine.kv_cache_gib or give the "
-                "stage more memory, or shorten rollout.horizon or the prompts"
+                f"sample {request.steps['sample'][row]}: a prompt of {lengths[row]} tokens and a "
+                f"response of up to {horizon} do not fit into the KV cache of {limit}; raise "
+                "engine.kv_cache_gib or give the stage more memory, or shorten rollout.horizon or "
+                "the prompts"
             )
 
     def _admit(self) -> None:
@@ -435,10 +437,9 @@ class ContinuousBatching:
 
     def _num_admissible(self) -> int:
         """Return how many waiting rows to admit: as many as fit, if enough of the batch is free."""
-        batch = self._batch
-        num_batch = 0 if batch is None else len(batch)
+        num_batch = 0 if self._batch is None else len(self._batch)
         count = min(len(self._waiting), self._limits.max_num_seqs - num_batch)
-        if self._is_enough(count):
+        if count and self._is_enough(count):
             count = self._num_fitting(count)
         return count if self._is_enough(count) else 0
 

@@ -22,7 +22,7 @@ from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.device_memory import OffloadableTensors, move_to_device, use_device
 from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks, TokenScores
-from rlinf.engines.cache_limit import kv_bytes_per_token, measure_cache_limit
+from rlinf.engines.cache_limit import CacheLimit, kv_bytes_per_token, measure_cache_limit
 from rlinf.engines.continuous_batching import (
     BatchLimits,
     Cache,
@@ -190,12 +190,18 @@ class TransformersEngine(OffloadableTensors, Engine):
         finally:
             self._graphed_step = None
 
-    def _measure_limits(self) -> BatchLimits:
-        """Return the limits of a generation, and log them once."""
-        config = self._config
+    @property
+    def max_model_len(self) -> int | None:
+        return None if self._module is None else self._measure_cache_limit().tokens
+
+    def _measure_cache_limit(self) -> CacheLimit:
         text_config = self._module.config.get_text_config()
         bytes_per_token = kv_bytes_per_token(text_config, self._module.dtype)
-        cache = measure_cache_limit(self.device, bytes_per_token, config.kv_cache_gib)
+        return measure_cache_limit(self.device, bytes_per_token, self._config.kv_cache_gib)
+
+    def _measure_limits(self) -> BatchLimits:
+        """Return the limits of a generation, and log them once."""
+        config, cache = self._config, self._measure_cache_limit()
         if not self._has_logged_limits:
             self._has_logged_limits = True
             context = self.required_context

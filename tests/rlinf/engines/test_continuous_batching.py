@@ -100,12 +100,13 @@ def test_equal_limits_give_equal_bytes(folder: Path) -> None:
 def test_a_sample_that_never_fits_is_refused(folder: Path) -> None:
     made = engine(folder, kv_cache_gib=gib(48))
     with pytest.raises(DataError) as error:
-        rows(made, request([29], horizon=20))
+        rows(made, request([3, 29], horizon=20))
     assert str(error.value) == (
-        "a prompt of 29 tokens and a response of up to 20 do not fit into the KV cache of 48 "
-        "tokens (1.14e-05 GiB, engine.kv_cache_gib); raise engine.kv_cache_gib or give the stage "
-        "more memory, or shorten rollout.horizon or the prompts"
+        "sample 2: a prompt of 29 tokens and a response of up to 20 do not fit into the KV cache "
+        "of 48 tokens (1.14e-05 GiB, engine.kv_cache_gib); raise engine.kv_cache_gib or give the "
+        "stage more memory, or shorten rollout.horizon or the prompts"
     )
+    assert made.max_model_len == 48
     assert len(rows(made, request([28], horizon=20))) == 2
 
 
