@@ -10,6 +10,7 @@ Other threads may use the GPU during a capture, because it concerns only its own
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -23,16 +24,21 @@ COLUMN_BLOCK = 256
 
 
 class FixedColumns:
-    """The first ``columns`` columns of a KV cache, with the column to write in a tensor ``[1]``."""
+    """The first ``columns`` columns of a KV cache, with the column to write in a tensor ``[1]``.
+
+    The cache is freed when its batch is; a captured graph does not keep it.
+    """
 
     def __init__(self, cache: KeyValueCache, columns: int) -> None:
-        self._layers = cache.layers
+        self._cache = weakref.ref(cache)
         self.columns = columns
         self.column = torch.zeros(1, dtype=torch.int64, device=cache.layers[0][0].device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Store ``[B, heads, 1, head_dim]`` of a layer and return the covered keys and values."""
-        stored_keys, stored_values = self._layers[layer]
+        cache = self._cache()
+        assert cache is not None
+        stored_keys, stored_values = cache.layers[layer]
         stored_keys.index_copy_(2, self.column, keys)
         stored_values.index_copy_(2, self.column, values)
         return stored_keys[:, :, : self.columns], stored_values[:, :, : self.columns]
@@ -45,8 +51,8 @@ class FixedInputStep:
         self, step: FusedDecodeStep, cache: KeyValueCache, columns: int, rows: int
     ) -> None:
         self._step, self._cache = step, FixedColumns(cache, columns)
-        self._buffer = cache.layers[0][0]
-        device = self._buffer.device
+        buffer = cache.layers[0][0]
+        self._buffer, device = weakref.ref(buffer), buffer.device
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._visible = torch.zeros(rows, 1, 1, columns, dtype=torch.bool, device=device)
@@ -55,7 +61,7 @@ class FixedInputStep:
         """Whether this is the step for the next column of a cache."""
         return (
             step is self._step
-            and cache.layers[0][0] is self._buffer
+            and cache.layers[0][0] is self._buffer()
             and cache.length < self._cache.columns
         )
 

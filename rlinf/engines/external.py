@@ -11,6 +11,7 @@ from pydantic import Field
 
 from rlinf.config import Section
 from rlinf.engines.base import Engine
+from rlinf.engines.cache_limit import KV_CACHE_SHARE, kv_bytes_per_token
 from rlinf.engines.resumable import SegmentRequest
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import DeviceName, local_device
@@ -25,8 +26,6 @@ DEFAULT_MODEL_LEN = 4096
 BLOCK_MARGIN = 256
 """Tokens that the cache holds for a sample beyond the context. The cache is divided into blocks of
 up to 128 tokens, vLLM keeps one of them free, and SGLang's context is a little longer."""
-KV_CACHE_SHARE = 0.4
-"""Largest share of a GPU's memory that the KV cache takes by default."""
 CPU_KV_CACHE_BYTES = 1 << 30
 """Largest KV cache on CPUs by default."""
 
@@ -134,17 +133,9 @@ class ExternalEngine(Engine):
         return max(one_sample, min(limit, self._config.max_num_seqs * one_sample))
 
     def kv_bytes_per_token(self) -> int:
-        """Return the bytes of the keys and values of one token on each GPU.
-
-        There are 2 x layers x key-value heads of this GPU x head size numbers.
-        """
-        config = self._text_config
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        vectors = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
-        itemsize: int = getattr(torch, self._policy_config.dtype).itemsize
-        return int(vectors * head_size * itemsize)
+        """Return the bytes of the keys and values of one token on each GPU."""
+        dtype: torch.dtype = getattr(torch, self._policy_config.dtype)
+        return kv_bytes_per_token(self._text_config, dtype, self.world.layout.tp)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the decoded tokens: the text in which stop strings are searched."""

@@ -7,6 +7,7 @@ The KV cache is allocated once. Log-probabilities come from the forward pass tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,14 +15,22 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.device_memory import OffloadableTensors, move_to_device, use_device
 from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks, TokenScores
-from rlinf.engines.continuous_batching import ContinuousBatching, PromptImages
+from rlinf.engines.cache_limit import CacheLimit, kv_bytes_per_token, measure_cache_limit
+from rlinf.engines.continuous_batching import (
+    BatchLimits,
+    Cache,
+    ContinuousBatching,
+    Prefill,
+    PromptImages,
+    chunk_columns,
+)
 from rlinf.engines.cuda_graph_decoding import GraphedDecodeStep
 from rlinf.engines.fused_decoding import FusedDecodeStep, use_decode_attention
 from rlinf.engines.kv_cache import (
@@ -54,6 +63,7 @@ from rlinf.models.logprobs import (
 )
 from rlinf.registry import IMAGE_INPUTS, LANGUAGE_MODEL
 
+log = logging.getLogger(__name__)
 MAX_SCORED_TOKENS = 8192
 """Largest number of tokens, padding included, whose log-probabilities are computed together; more
 only if a single text has more."""
@@ -64,6 +74,15 @@ class TransformersConfig(Section):
 
     max_num_seqs: int = Field(default=256, gt=0)
     """Largest number of samples that are decoded at the same time."""
+    max_num_batched_tokens: int = Field(default=8192, gt=0)
+    """Largest number of prompt tokens, padding included, that are computed together; at least
+    ``max_num_seqs``. Longer prompts are computed in chunks, and running samples get a token between
+    two chunks. Prompts with images, and those of architectures that do not support padding, are
+    not divided."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Largest size of the KV cache, GiB; null: 40 % of the free memory of the GPU, or of the job's
+    memory on this node, divided by its processes, on a CPU. Fewer than ``max_num_seqs`` samples are
+    decoded at the same time if the longest possible responses of more would not fit."""
     threads: int = Field(default=1, gt=0)
     """Torch threads during generation; more than one slows down small models."""
     python: str | None = None
@@ -78,6 +97,15 @@ class TransformersConfig(Section):
     ``qwen2`` and ``qwen3``. It needs memory for one more step."""
     ignore_eos: bool = False
     """Ignore stop tokens and decode to the horizon (for benchmarks)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TransformersConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than one token for "
+                f"each of max_num_seqs={self.max_num_seqs} samples; raise it or lower max_num_seqs"
+            )
+        return self
 
 
 class TransformersEngine(OffloadableTensors, Engine):
@@ -101,6 +129,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         """The CUDA graph of the current generation, if there is one."""
         self._equal_length: EqualLengthNetwork | None = None
         """The network of a family that does not support padding; else None."""
+        self._has_logged_limits = False
 
     @classmethod
     def weight_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
@@ -156,10 +185,29 @@ class TransformersEngine(OffloadableTensors, Engine):
         self._graphed_step = GraphedDecodeStep() if uses_graph else None
         try:
             yield from ContinuousBatching(
-                self, requests, seed, stage, hooks, self._config.max_num_seqs
+                self, requests, seed, stage, hooks, self._measure_limits()
             ).iter_replies()
         finally:
             self._graphed_step = None
+
+    @property
+    def max_model_len(self) -> int | None:
+        return None if self._module is None else self._measure_cache_limit().tokens
+
+    def _measure_cache_limit(self) -> CacheLimit:
+        text_config = self._module.config.get_text_config()
+        bytes_per_token = kv_bytes_per_token(text_config, self._module.dtype)
+        return measure_cache_limit(self.device, bytes_per_token, self._config.kv_cache_gib)
+
+    def _measure_limits(self) -> BatchLimits:
+        """Return the limits of a generation, and log them once."""
+        config, cache = self._config, self._measure_cache_limit()
+        if not self._has_logged_limits:
+            self._has_logged_limits = True
+            context = self.required_context
+            fits = f", {cache.tokens // context} samples of {context} tokens" if context else ""
+            log.info("KV cache: %s%s; engine.max_num_seqs is %d", cache, fits, config.max_num_seqs)
+        return BatchLimits(config.max_num_seqs, config.max_num_batched_tokens, cache)
 
     @torch.inference_mode()
     def score_tokens(
@@ -244,11 +292,11 @@ class TransformersEngine(OffloadableTensors, Engine):
         contexts: Sequence[np.ndarray],
         free_columns: int,
         images: Sequence[PromptImages | None] = (),
-    ) -> tuple[Tensor, KeyValueCache | EqualLengthCache, Tensor]:
+    ) -> Prefill:
         """Compute each distinct context once, left-padded, and copy the cache to its rows.
 
-        Families that do not support padding use groups of equal length
-        (:mod:`rlinf.engines.kv_cache`).
+        Yields between two chunks of ``max_num_batched_tokens``. Families that do not support
+        padding use groups of equal length (:mod:`rlinf.engines.kv_cache`), and no chunks.
 
         Args:
             contexts: Token ids of each row.
@@ -292,9 +340,17 @@ class TransformersEngine(OffloadableTensors, Engine):
             positions, extra = self._image_inputs(distinct[:, 2:], counts, distinct_images, width)
         else:
             extra = {}
-        logits = self.forward(
-            torch.from_numpy(tokens).to(self.device), positions, causal_mask(valid), cache, extra
-        )
+        step = chunk_columns(len(tokens), self._config.max_num_batched_tokens)
+        if extra:
+            step = width  # the network needs all tokens of its images in one call
+        device_tokens = torch.from_numpy(tokens).to(self.device)
+        for start in range(0, width, step):
+            if start:
+                yield
+            stop = min(start + step, width)
+            mask = causal_mask(valid[:, :stop], start)
+            chunk = device_tokens[:, start:stop], positions[..., start:stop]
+            logits = self.forward(*chunk, mask, cache, extra)
         rows = torch.from_numpy(inverse.ravel()).to(self.device)
         cache.select(rows)
         attend = torch.zeros(len(rows), width + free_columns, dtype=torch.bool, device=self.device)
@@ -345,7 +401,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        cache: KeyValueCache | EqualLengthCache,
+        cache: Cache,
         extra_inputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Add ``tokens`` to the cache and return the logits ``[B, V]`` float32 after the last one.

@@ -384,18 +384,18 @@ class CausalLM(Policy):
         ]
 
 
-def causal_mask(attend: Tensor) -> Tensor:
-    """Return the mask, bool ``[B, 1, L, L]`` (query, key), by which each position attends to itself
-    and to earlier valid positions.
+def causal_mask(attend: Tensor, start: int = 0) -> Tensor:
+    """Return the mask, bool ``[B, 1, L - start, L]`` (query, key), by which each position attends
+    to itself and to earlier valid positions.
 
     Args:
         attend: Whether a position is valid, bool ``[B, L]``.
+        start: First position of the queries.
     """
-    length = attend.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=attend.device).tril()
-    diagonal = torch.eye(length, dtype=torch.bool, device=attend.device)
+    keys = torch.arange(attend.shape[1], device=attend.device)
+    queries = keys[start:, None]
     # A padded position must see itself; otherwise its softmax is NaN, which would spread.
-    return ((attend[:, None, :] & causal) | diagonal)[:, None]
+    return ((attend[:, None, :] & (keys <= queries)) | (keys == queries))[:, None]
 
 
 def check_family(hf_folder: HFFolder) -> None:

@@ -86,6 +86,8 @@ VALUES: dict[str, list[Any]] = {
     "reward.scale": [True, "1", None],
     "engine.name": ["transformer", "vllm9", None],
     "engine.max_num_seqs": [0, True],
+    "engine.max_num_batched_tokens": [0, 255, True],
+    "engine.kv_cache_gib": [0, True],
     "engine.threads": [0, True],
     "engine.device": ["cuda:99", "gpu", "mps", "cuda:x", 0, True],
     "engine.dtype": ["float16", True],

@@ -3,6 +3,7 @@ tested in tests/gpu."""
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from rlinf.engines.cuda_graph_decoding import COLUMN_BLOCK, FixedInputStep, covered_columns
 from rlinf.engines.kv_cache import KeyValueCache
-from tests.rlinf.engines.test_fused_decoding import FAMILIES, engine_of
+from tests.rlinf.engines.test_fused_decoding import FAMILIES, engine_of, prefill
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -26,8 +27,8 @@ def test_logits_are_those_of_the_step_with_free_inputs(
     lengths = (3, 7, 5) if padded else (5, 5, 5)
     contexts = [torch.randint(2, 12, (n,), generator=generator).numpy() for n in lengths]
     with torch.inference_mode():
-        _, free, attend = engine.prefill(contexts, 6)
-        _, covered, _ = engine.prefill(contexts, 6)
+        _, free, attend = prefill(engine, contexts, 6)
+        _, covered, _ = prefill(engine, contexts, 6)
         assert isinstance(free, KeyValueCache)
         assert isinstance(covered, KeyValueCache)
         for keys, values in covered.layers:
@@ -55,8 +56,8 @@ def test_it_fits_one_cache_until_its_columns_are_full(tmp_path: Path) -> None:
     assert step is not None
     contexts = [torch.arange(2, 6).numpy()] * 2
     with torch.inference_mode():
-        _, cache, _ = engine.prefill(contexts, 8)
-        _, other, _ = engine.prefill(contexts, 8)
+        _, cache, _ = prefill(engine, contexts, 8)
+        _, other, _ = prefill(engine, contexts, 8)
         assert isinstance(cache, KeyValueCache)
         assert isinstance(other, KeyValueCache)
         fixed = FixedInputStep(step, cache, 6, 2)
@@ -67,6 +68,19 @@ def test_it_fits_one_cache_until_its_columns_are_full(tmp_path: Path) -> None:
         cache.length = 4
         cache.select(torch.tensor([1]))  # rows in new buffers
         assert not fixed.fits(step, cache)
+
+
+def test_it_does_not_keep_the_memory_of_a_cache_that_is_no_longer_used(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, "qwen2")
+    step = engine._fused_step
+    assert step is not None
+    with torch.inference_mode():
+        _, cache, _ = prefill(engine, [torch.arange(2, 6).numpy()], 8)
+        fixed = FixedInputStep(step, cache, 6, 1)
+        buffers = [weakref.ref(buffer) for layer in cache.layers for buffer in layer]
+        _, cache, _ = prefill(engine, [torch.arange(2, 6).numpy()], 8)
+    assert not any(buffer() is not None for buffer in buffers)
+    assert not fixed.fits(step, cache)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,16 @@ def engine_of(folder: Path, architecture: Any, **more: Any) -> TransformersEngin
     return engine
 
 
+def prefill(engine: TransformersEngine, contexts: list[Any], free_columns: int) -> Any:
+    """Compute contexts, and return logits, cache and mask."""
+    computation = engine.prefill(contexts, free_columns)
+    while True:
+        try:
+            next(computation)
+        except StopIteration as end:
+            return end.value
+
+
 def steps(engine: TransformersEngine) -> list[Tensor]:
     """Logits of five tokens after contexts of unequal lengths."""
     generator = torch.Generator().manual_seed(0)
@@ -34,7 +44,7 @@ def steps(engine: TransformersEngine) -> list[Tensor]:
         torch.randint(2, 12, (length,), generator=generator).numpy() for length in (3, 7, 5, 7)
     ]
     with torch.inference_mode():
-        logits, cache, attend = engine.prefill(contexts, 6)
+        logits, cache, attend = prefill(engine, contexts, 6)
         found = [logits]
         position = torch.tensor([[len(context)] for context in contexts])
         for _ in range(5):

@@ -168,12 +168,23 @@ def test_finished_rows_do_not_come_back_with_newer_weights(folder: Path, tmp_pat
         )
 
 
-@pytest.mark.parametrize(("at", "max_rows"), [(1, 256), (5, 256), (5, 3), (11, 256)])
-def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [
+        (1, {}),
+        (5, {}),
+        (5, {"max_num_seqs": 3}),
+        (11, {}),
+        (9, {"max_num_seqs": 4, "max_num_batched_tokens": 4}),
+    ],
+)
+def test_another_engine_goes_on_with_what_one_gave_up(
+    folder: Path, at: int, options: dict[str, int]
+) -> None:
     """Handing samples over changes nothing: the randomness of a token is that of its place."""
     wanted = request([3, 7, 5, 4, 6] * 2, horizon=12)
-    plain = rows(engine(folder, max_num_seqs=max_rows), wanted)
-    first, requests = engine(folder, max_num_seqs=max_rows), list[int]()
+    plain = rows(engine(folder, **options), wanted)
+    first, requests = engine(folder, **options), list[int]()
 
     def gives_up(left: int, of: int) -> bool:
         assert of == 20
