@@ -298,7 +298,7 @@ def _alternative(
 
     def jobs(problem: PlacementProblem, solution: PlacementSolution) -> dict[str, str]:
         return {
-            "+".join(problem.stages[s].name for s in members): " ".join(
+            " + ".join(problem.stages[s].name for s in members): " ".join(
                 f"{n} {kind.name}" for n, kind in zip(gpus, problem.kinds, strict=True) if n
             )
             for members, gpus in zip(solution.placement.pools, solution.placement.gpus, strict=True)
