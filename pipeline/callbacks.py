@@ -30,7 +30,7 @@ from pipeline.metrics import headline_metrics, read_metrics, step_unit
 from pipeline.run import Run
 from pipeline.transcripts import read_samples, select_samples, shorten
 from rlinf.artifacts import Manifest
-from rlinf.config import json_digest, validate
+from rlinf.config import RunConfig, json_digest, validate
 from rlinf.errors import (
     ConfigError,
     InterruptedByUser,
@@ -118,14 +118,7 @@ class ProgressCallback:
         self._handler = handler
         log.handlers = [handler]
         log.info("run %s in %s", self._run.folder.name, self._run.folder)
-        log.info(
-            "algorithm %s, task %s, model %s, %d iterations; %s",
-            config.algorithm.name,
-            (config.task.model_extra or {}).get("id", config.task.name),
-            config.model.name,
-            config.iterations,
-            self._launcher_description,
-        )
+        log.info("%s; %s", describe_run(config), self._launcher_description)
         return self
 
     def __exit__(
@@ -203,13 +196,15 @@ class ProgressCallback:
         if node.stage == EVALUATE:
             score = format_number(manifest.metrics["score"])
             self._score_text = f"held-out score {score} (iteration {node.iteration})"
-            when = f"after iteration {node.iteration}" if node.iteration else "before iteration 1"
+            when = f" after iteration {node.iteration}" if node.iteration else ""
+            if self._run.config.iterations and not node.iteration:
+                when = " before iteration 1"
             lengths = [
                 f", {name} {format_number(manifest.metrics[name])}"
                 for name in ("episode_length", "completion_length")
                 if name in manifest.metrics
             ]
-            log.info("held-out score %s: %s%s", when, score, *lengths[:1] or [""])
+            log.info("held-out score%s: %s%s", when, score, *lengths[:1] or [""])
         elif self._is_sft(node):
             for name, label in (("score", "score"), ("eval_loss", "loss")):
                 if name in manifest.metrics:
@@ -244,6 +239,15 @@ class ProgressCallback:
         if self._bars is not None:
             self._bars.update(self._iterations_task, completed=iteration + 1, note=time_left)
         log.info("iteration %d/%d: %s", iteration + 1, config.iterations, ", ".join(details))
+
+
+def describe_run(config: RunConfig) -> str:
+    """Return one line that says what a run does."""
+    if config.evaluate.sets and not config.iterations:
+        return f"evaluation on {', '.join(config.evaluate.sets)}"
+    count = f"{config.iterations} iteration{'s' * (config.iterations != 1)}"
+    task = (config.task.model_extra or {}).get("id", config.task.name)
+    return f"algorithm {config.algorithm.name}, task {task}, model {config.model.name}, {count}"
 
 
 class LevelFormatter(logging.Formatter):

@@ -239,7 +239,7 @@ class ClusterLimits:
                 raise PlanError(
                     f"{prefix}.partition: partition {name!r} takes no jobs of {kind} "
                     f"{value}{only}; choose another partition, or another {kind} in the site file "
-                    "(cluster.site)"
+                    "(cluster.site; rlinf init-site writes one)"
                 )
 
 

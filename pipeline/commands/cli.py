@@ -426,6 +426,8 @@ def doctor(
             f"{overrides[0]}: overrides need --env NAME, the task that they belong to, or "
             "--partition NAME, where the experiment is tried"
         )
+    if site is not None and not partition:
+        raise ConfigError(f"--site {site}: it needs --partition NAME, whose jobs get its settings")
     if partition:
         from pipeline.commands.partition_check import PartitionOptions, check_partitions
 
@@ -434,7 +436,7 @@ def doctor(
         )
         # The partitions first: a wrong name ends the command before anything is checked.
         findings = check_partitions(options)
-        findings = [*doctor.check_machine(folder, with_nodes=False), *findings]
+        findings = [*doctor.check_machine(folder), *findings]
     elif env is not None:
         findings = list(doctor.check_simulator(env, overrides or ()))
     else:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import secrets
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +27,7 @@ from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requirements
 from rlinf.errors import ConfigError, RlinfError
 from rlinf.interpreters import missing_modules, resolve_interpreter
-from slurm.client import SlurmClient, command_environment
+from slurm.client import SlurmClient
 from slurm.discovery import discover_partitions
 from slurm.inventory import PartitionInventory
 from stages.factory import environment_class
@@ -79,23 +77,16 @@ PACKAGES = {
     "megatron": "megatron",
 }
 """Optional packages, each with the extra of rlinf that installs it."""
+INSTALL_EXTRA = "to add one: pip install 'rlinf-slurm[NAME]'"
 SLOW_FSYNC_S = 0.2
 """Median seconds of a write, sync and rename from which the run folder is reported as slow."""
-RENAME_TIMEOUT_S = 5.0
-"""Seconds within which a file that a node has written must be visible here."""
-PROBE_TIMEOUT_S = 60.0
-"""Seconds within which the job on a node must end."""
 
 
-def check_machine(folder: Path, *, with_nodes: bool = True) -> Iterator[Finding]:
-    """Yield the findings of all checks, in order.
-
-    Args:
-        with_nodes: run a short job in each partition if Slurm answers.
-    """
+def check_machine(folder: Path) -> Iterator[Finding]:
+    """Yield the findings of all checks, in order. No job is started."""
     yield Finding("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
     yield from check_packages()
-    is_writable = yield from check_storage(folder)
+    yield check_storage(folder)
     client = SlurmClient()
     try:
         version, partitions = client.version(), discover_partitions(client)
@@ -105,26 +96,19 @@ def check_machine(folder: Path, *, with_nodes: bool = True) -> Iterator[Finding]
     yield Finding("ok", "slurm", version)
     for partition in partitions.values():
         yield describe_partition(partition)
-    if is_writable and with_nodes:
-        yield from check_nodes(folder, partitions)
 
 
 def check_packages() -> Iterator[Finding]:
     """Yield the installed optional packages, and the missing ones with their extra."""
-    missing: dict[str, list[str]] = {}
-    for package, extra in PACKAGES.items():
-        if importlib.util.find_spec(package) is None:
-            missing.setdefault(extra, []).append(package)
-    absent = {name for names in missing.values() for name in names}
-    installed = [name for name in PACKAGES if name not in absent]
+    installed = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     yield Finding("ok", "packages", ", ".join(installed))
-    for extra, names in missing.items():
-        yield Finding("warn", "not installed", f"{', '.join(names)}: rlinf-slurm[{extra}]")
+    extras = dict.fromkeys(extra for name, extra in PACKAGES.items() if name not in installed)
+    if extras:
+        yield Finding("warn", "optional", f"not installed: {', '.join(extras)}; {INSTALL_EXTRA}")
 
 
-def check_storage(folder: Path) -> Generator[Finding, None, bool]:
-    """Check that the run folder is writable, and time a synced write and a rename; returns whether
-    the folder is writable."""
+def check_storage(folder: Path) -> Finding:
+    """Check that the run folder is writable, and time a synced write and a rename."""
     folder = folder.expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,77 +124,25 @@ def check_storage(folder: Path) -> Generator[Finding, None, bool]:
             times.append(time.perf_counter() - start)
         probe.with_suffix(".moved").unlink()
     except OSError as error:
-        yield Finding("fail", "run folder", f"{folder}: {error.strerror}; choose another run.root")
-        return False
+        text = f"{folder}: {error.strerror}; choose another run.root"
+        return Finding("fail", "run folder", text)
     median_s = sorted(times)[2]
     level: Literal["ok", "warn"] = "ok" if median_s < SLOW_FSYNC_S else "warn"
-    yield Finding(
-        level, "run folder", f"{folder}: write, sync and rename in {median_s * 1e3:.1f} ms"
-    )
-    return True
+    text = f"{folder}: write, sync and rename in {median_s * 1e3:.1f} ms"
+    return Finding(level, "run folder", text)
 
 
 def describe_partition(partition: PartitionInventory) -> Finding:
     """Return one line that describes a partition."""
     gpus = ", ".join(f"{count} x {kind or 'gpu'}" for kind, count in partition.gpus.items())
-    limit = "unlimited" if partition.time_limit_min is None else f"{partition.time_limit_min} min"
-    text = f"{partition.nodes} nodes, {gpus or 'no GPUs'} per node, {limit}"
+    limit = partition.time_limit_min
+    parts = [
+        f"{partition.nodes} node{'s' * (partition.nodes != 1)}",
+        f"{gpus} per node" if gpus else "no GPUs",
+        "no time limit" if limit is None else f"jobs of up to {limit} min",
+    ]
+    text = ", ".join(parts)
     return Finding("ok" if partition.is_available else "warn", f"partition {partition.name}", text)
-
-
-def check_nodes(folder: Path, partitions: dict[str, PartitionInventory]) -> Iterator[Finding]:
-    """Run a short job per partition, which checks shared folder, visibility of renames and Python
-    version."""
-    for name, partition in partitions.items():
-        if not partition.is_available:
-            continue
-        probe = folder.expanduser().absolute() / f".doctor-{secrets.token_hex(4)}"
-        yield probe_partition(name, probe)
-
-
-def probe_partition(name: str, probe: Path) -> Finding:
-    """Run a job on one node of a partition, which writes the file ``probe`` in the run folder."""
-    check = f"node of {name}"
-    code = (
-        "import json,os,socket,sys,time;p=sys.argv[1];"
-        "json.dump({'host':socket.gethostname(),'python':sys.version.split()[0],"
-        "'time':time.time()},open(p+'.part','w'));os.replace(p+'.part',p)"
-    )
-    command = ["srun", "-p", name, "-n1", "-c1", "-t", "2", "--mem=500", "--immediate=30", "-Q"]
-    try:
-        process = subprocess.run(
-            [*command, sys.executable, "-c", code, str(probe)],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-            check=False,
-            env=command_environment(),
-        )
-    except subprocess.TimeoutExpired:
-        return Finding("warn", check, f"no free node within {PROBE_TIMEOUT_S:.0f} s; not checked")
-    if process.returncode:
-        reason = (process.stderr.strip().splitlines() or ["unknown error"])[-1]
-        busy = "Unable to allocate" in process.stderr or "immediate" in process.stderr.lower()
-        return Finding("warn" if busy else "fail", check, reason)
-    finished_at = time.time()
-    while not probe.exists():
-        if time.time() - finished_at > RENAME_TIMEOUT_S:
-            return Finding(
-                "fail",
-                check,
-                "its files are not visible here: run.root is not on a shared filesystem",
-            )
-        time.sleep(0.02)
-    delay_s = time.time() - finished_at
-    answer = json.loads(probe.read_text())
-    probe.unlink()
-    if answer["python"] != sys.version.split()[0]:
-        return Finding("fail", check, f"{answer['host']} runs Python {answer['python']}")
-    return Finding(
-        "ok",
-        check,
-        f"{answer['host']}: same Python; a renamed file is visible after {delay_s:.2f} s",
-    )
 
 
 WITHOUT_RT = ("V100", "A30", "A100", "A800", "H100", "H200", "H800", "H20", "B200", "GB200")

@@ -142,4 +142,5 @@ def test_doctor_finds_the_cluster_fit(cluster: Path, tmp_path: Path) -> None:
         env={**os.environ, "COLUMNS": "200"},  # A narrow table breaks lines within a message.
     )
     assert done.returncode == 0, done.stdout
-    assert "a100-1: same Python" in done.stdout
+    assert "2 nodes, 4 x a100 per node, no time limit" in done.stdout
+    assert "1 node, no GPUs, no time limit" in done.stdout

@@ -99,6 +99,11 @@ def test_ordinary_labels_of_the_page_are_short() -> None:
     ]
 
 
+def test_an_axis_has_room_for_its_longest_label() -> None:
+    cases = [None, ["0", "1"], ["1.0000000118", "1.00000012"]]
+    assert in_node("scales.axisWidth(case_)", cases) == [58, 58, 90]
+
+
 def test_the_page_has_a_range_around_every_value() -> None:
     cases = [[min(v), max(v)] for v in map(finite, CASES.values())]
     for (least, most), (low, high) in zip(

@@ -40,6 +40,8 @@ TIME_LIMIT_FACTOR = 10
 """Requested time limit relative to the predicted time; only jobs that hang should reach it."""
 MIN_TIME_LIMIT_MIN = 10
 """Minimum requested time limit, in minutes."""
+MAX_LEASE_MIN = 1440
+"""Maximum requested time limit of a pool's job, in minutes; the next job renews it."""
 MEMORY_FACTOR = 1.5
 """Requested memory relative to the measured peak."""
 MEMORY_STEP_MB = 256

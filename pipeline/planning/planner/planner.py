@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.plan import Forecast, Plan, PoolPlan, StageForecast, StagePlan
 from pipeline.planning.planner.available_devices import (
+    MAX_LEASE_MIN,
     describe_limits,
     request_for_devices,
     with_counts,
@@ -40,6 +41,8 @@ NOTABLE_COST_FACTOR = 1.0005
 """Plans whose costs differ by less than this factor count as equal."""
 DEVIATIONS_TO_Q90 = 1.2816
 """Standard deviations from the mean to the 10 % and 90 % quantiles of a normal distribution."""
+MIN_NOTED_SHARE = 0.01
+"""Minimum share of an iteration that a note mentions."""
 CONSIDERED_STALENESS = 1
 """The staleness, in iterations, whose saving is predicted."""
 
@@ -181,7 +184,7 @@ def _proposal(
     )
     notes = [*request.notes, *_forecast_notes(expected)]
     if not problem.are_jobs:
-        notes.append(_staleness_note(request, problem, best))
+        notes += _staleness_notes(request, problem, best)
     return PlanProposal(
         plan=plan.model_copy(update={"forecast": forecast}),
         problem="" if problem.are_jobs else dump_problem(problem, plan.pools, plan.num_chunks),
@@ -255,6 +258,10 @@ def build_plan(
         pools.append(PoolPlan(stages=names, devices=devices, workers=workers))
         kinds = [request.devices[name].kind for name in devices]
         job = request_for_devices(kinds, 1 if is_elastic else max(counts))
+        if job.partition:  # without a limit of their own, jobs are refused at some sites
+            limit_s = min(request.devices[name].limit_s for name in devices)
+            minutes = int(min(MAX_LEASE_MIN, limit_s / 60))
+            job = job.model_copy(update={"time_limit_min": minutes})
         stages |= dict.fromkeys(names, job)
     # A stage outside of iterations, such as evaluation, gets the request of the stage with which it
     # is colocated.
@@ -291,7 +298,7 @@ def _alternative(
 
     def jobs(problem: PlacementProblem, solution: PlacementSolution) -> dict[str, str]:
         return {
-            "+".join(problem.stages[s].name for s in members): " ".join(
+            " + ".join(problem.stages[s].name for s in members): " ".join(
                 f"{n} {kind.name}" for n, kind in zip(gpus, problem.kinds, strict=True) if n
             )
             for members, gpus in zip(solution.placement.pools, solution.placement.gpus, strict=True)
@@ -329,7 +336,8 @@ def _forecast_notes(forecast: PlacementForecast) -> list[str]:
         name, saved_s = forecast.sensitivities[0]
         notes.append(f"what matters most: seconds of {name}; 10 % less saves {saved_s:.3g} s")
     for pool, share in enumerate(forecast.idle_shares):
-        notes.append(f"pool {pool + 1} is idle for {share:.0%} of an iteration")
+        if share >= MIN_NOTED_SHARE:
+            notes.append(f"pool {pool + 1} is idle for {share:.0%} of an iteration")
     if forecast.interruption_s:
         notes.append(
             f"preemption and failures cost {forecast.interruption_s:.3g} s an iteration on average"
@@ -342,17 +350,17 @@ def _forecast_notes(forecast: PlacementForecast) -> list[str]:
     return notes
 
 
-def _staleness_note(
+def _staleness_notes(
     request: PlanRequest, problem: PlacementProblem, best: PlacementSolution
-) -> str:
+) -> list[str]:
     """Describe what rollouts with the weights of an earlier iteration save."""
     staleness = request.config.rollout.staleness
     total_s = float(best.prediction.total_s)
     considered = staleness or CONSIDERED_STALENESS
-    saved_s = total_s - Predictor(problem).steady_period_s(best.placement, considered)
-    saved = (
-        f"rollout.staleness={considered} saves {max(0.0, saved_s) / total_s:.0%} of an iteration"
-    )
+    share = 1 - Predictor(problem).steady_period_s(best.placement, considered) / total_s
+    saved = f"rollout.staleness={considered} saves {max(0.0, share):.0%} of an iteration"
     if staleness:
-        return f"{saved}; the times above are without it"
-    return f"{saved}, but samples then come from the policy of the previous iteration"
+        return [f"{saved}; the times above are without it"]
+    if share < MIN_NOTED_SHARE:
+        return []
+    return [f"{saved}, but samples then come from the policy of the previous iteration"]

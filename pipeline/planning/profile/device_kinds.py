@@ -40,8 +40,12 @@ class DeviceKind:
 
     @property
     def devices_per_node(self) -> int:
-        """The number of GPUs per node, or of CPUs without GPUs."""
-        return self.gpus_per_node or max(1, self.cpus_per_node)
+        """The number of GPUs per node, or of CPUs without GPUs.
+
+        Each process needs a CPU, so GPUs without one are not counted.
+        """
+        gpus, cpus = self.gpus_per_node, self.cpus_per_node  # 0 CPUs: their number is unknown
+        return min(gpus, cpus or gpus) if gpus else max(1, cpus)
 
 
 def list_kinds(inventory: Inventory, site: SiteConfig) -> dict[str, DeviceKind]:

@@ -110,7 +110,7 @@ function build(plot) {
     },
     axes: [
       { ...axis, size: 24, gap: 3, values: (u, ticks) => xLabels(ticks, spec.linked !== false) },
-      { ...axis, size: 58, gap: 4, space: 26, values: (u, ticks) => tickLabels(ticks, number) },
+      { ...axis, size: (u, labels) => axisWidth(labels), gap: 4, space: 26, values: (u, ticks) => tickLabels(ticks, number) },
     ],
     series: seriesOptions(spec),
     cursor: {

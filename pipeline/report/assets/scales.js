@@ -43,10 +43,15 @@ function exact(tick, ticks, digits) {
   return Number(tick.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 17, maximumSignificantDigits: digits });
 }
 
+// The pixels of a y axis with these labels, in a font of 11 pixels.
+function axisWidth(labels) {
+  return Math.max(58, 12 + 6.5 * Math.max(0, ...(labels || []).map((label) => label.length)));
+}
+
 // Whether any value has gaps on both sides, so that a line does not show it.
 function hasIsolated(values) {
   const exists = (i) => i >= 0 && i < values.length && values[i] !== null && values[i] !== undefined;
   return values.some((_, i) => exists(i) && !exists(i - 1) && !exists(i + 1));
 }
 
-if (typeof module !== "undefined") module.exports = { yRange, xRange, tickLabels, hasIsolated };
+if (typeof module !== "undefined") module.exports = { yRange, xRange, tickLabels, axisWidth, hasIsolated };

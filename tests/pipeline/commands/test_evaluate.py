@@ -96,6 +96,8 @@ def test_the_commands_evaluate_and_compare(folder: Path, tmp_path: Path) -> None
         suite = ["--suite", f"aime={tmp_path / 'aime.jsonl'}", "--name", f"aime-{seed}"]
         done = CliRunner().invoke(app, ["evaluate", str(folder / f"model-{seed}"), *suite, *words])
         assert done.exit_code == 0, done.output
+        assert "evaluation on aime; stages run in this process" in done.output
+        assert "before iteration" not in done.output
         assert f"page: {tmp_path / f'aime-{seed}' / 'report' / 'evaluation.html'}" in done.output
         runs.append(str(tmp_path / f"aime-{seed}"))
     done = CliRunner().invoke(app, ["compare", *runs])

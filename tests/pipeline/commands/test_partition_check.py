@@ -255,6 +255,7 @@ def test_wrong_words_end_the_command_before_anything_is_written(
     for words, message in (
         (["--partition", "cpu", "--env", "cartpole"], "--env and --partition exclude each other"),
         (["experiment=cartpole_ppo"], "overrides need --env NAME"),
+        (["--site", "site.yaml"], "--site site.yaml: it needs --partition NAME"),
         (["--partition", "cpu", "--folder", str(folder)], "this machine has no Slurm"),
     ):
         with pytest.raises(SystemExit) as ended:

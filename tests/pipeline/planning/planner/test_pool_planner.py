@@ -116,6 +116,8 @@ def test_it_is_explained_and_kept_as_a_file(
     assert "what matters most" in printed
     assert "h100=8" in printed
     assert len(proposal.alternatives) == 4
+    words = [word for other in proposal.alternatives for word in other.difference.split()]
+    assert max(map(len, words)) < 16, "a table of 80 columns wraps words instead of cutting them"
     costs = [proposal.forecast.cost, *(other.cost for other in proposal.alternatives)]
     assert costs == sorted(costs)
     page = write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")

@@ -346,6 +346,8 @@ def test_by_default_pools_are_proposed_unless_jobs_are_better(config: RunConfig)
     )
     assert pools.forecast.cost < jobs.forecast.cost
     assert by_default.plan == pools.plan
+    limits = {stage.time_limit_min for stage in pools.plan.stages.values()}
+    assert limits == {60}, "of the partition: some sites refuse jobs without a limit"
     assert any("with --execution jobs an iteration would take" in n for n in by_default.notes)
     # Pools hold devices that jobs need only for a part of the time.
     costs = [

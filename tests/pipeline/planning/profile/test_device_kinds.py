@@ -50,6 +50,11 @@ def test_a_partition_of_two_gpus_is_two_kinds() -> None:
     assert kinds["cpu"].devices_per_node == 8
 
 
+def test_a_gpu_without_a_cpu_is_not_counted() -> None:
+    cluster = inventory(a100=(group("a100", cpus_per_node=2),))
+    assert list_kinds(cluster, SiteConfig())["a100"].devices_per_node == 2
+
+
 def test_the_duty_cycle_follows_the_node_into_mixed_partitions() -> None:
     site = SiteConfig(defaults=PartitionSettings(duty_cycle={"a100": 0.5, "slow": 0.25}))
     duties = {name: kind.duty_cycle for name, kind in list_kinds(CLUSTER, site).items()}
