@@ -35,7 +35,7 @@ from rlinf.models.flow_vla import (
     read_weights,
     write_weights,
 )
-from rlinf.models.hf_folder import check_weight_files, copy_non_weight_files, tensor_files
+from rlinf.models.hf_folder import check_weight_files, tensor_files
 from rlinf.models.lerobot_folder import (
     action_normalizer,
     copy_processors,
@@ -50,6 +50,7 @@ from rlinf.models.pi0_folder import (
     TOKENIZER_FOLDER,
     PiConfig,
     check_pi_task,
+    copy_tokenizer,
     is_openpi,
     locate_tokenizer,
     network_names,
@@ -129,9 +130,9 @@ class Pi0Policy(FlowVLAPolicy):
     @classmethod
     def create(cls, config: PiConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
         cls.check_spec(config, spec)
-        (folder / TOKENIZER_FOLDER).mkdir()
         if config.path is not None:
             return cls._copy(config, spec, folder)
+        (folder / TOKENIZER_FOLDER).mkdir()
         vocabulary = write_character_tokenizer(DEFAULT_ALPHABET + "\n", folder / TOKENIZER_FOLDER)
         settings = new_pi_config(config, spec, cls.kind, len(vocabulary))
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
@@ -148,7 +149,7 @@ class Pi0Policy(FlowVLAPolicy):
         assert config.path is not None
         source = config.path.expanduser().resolve()
         settings = read_source_config(source, config, spec, cls.kind)
-        copy_non_weight_files(locate_tokenizer(source, config), folder / TOKENIZER_FOLDER)
+        copy_tokenizer(locate_tokenizer(source, config), folder)
         statistics = read_source_statistics(settings, config, source)
         step = prompt_step(settings, config, source)
         if is_openpi(source):
@@ -191,8 +192,7 @@ class Pi0Policy(FlowVLAPolicy):
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         super().save(folder, tensors)
-        (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        copy_non_weight_files(self._folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
+        copy_tokenizer(self._folder / TOKENIZER_FOLDER, folder)
 
     def tokenize_prompts(self, instructions: np.ndarray, state: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = instructions.reshape(-1, instructions.shape[-1]), self._state_size

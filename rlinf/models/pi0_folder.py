@@ -19,7 +19,7 @@ from pydantic import Field
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.character_tokenizer import TOKENIZER_FILE
-from rlinf.models.hf_folder import check_checkpoint, read_json_object
+from rlinf.models.hf_folder import check_checkpoint, non_weight_files, read_json_object
 from rlinf.models.lerobot_folder import (
     ACTION_FEATURE,
     CAMERA_PREFIX,
@@ -36,6 +36,7 @@ from rlinf.models.lerobot_folder import (
     read_statistics,
     write_processors,
 )
+from rlinf.verified_io import copy_file
 
 TOKENIZER_FOLDER = "tokenizer"
 """Subfolder with ``tokenizer.json``."""
@@ -413,6 +414,14 @@ def locate_tokenizer(source: Path, config: PiConfig) -> Path:
         else f"which is not part of the folder; copy it from {PALIGEMMA}"
     )
     raise DataError(f"model.tokenizer_path: {candidates[-1]} has no {TOKENIZER_FILE}, {found}")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer into the subfolder of a policy folder."""
+    (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+    for name in non_weight_files(source):
+        if name.startswith(("tokenizer", "special_tokens_map", "added_tokens")):
+            copy_file(source / name, folder / TOKENIZER_FOLDER / name)
 
 
 def openpi_statistics_file(source: Path, config: PiConfig) -> Path:
