@@ -82,6 +82,16 @@ COLUMNS = {
             "model.denoising_steps=2",
         ),
     ),
+    "pi05": PolicyTaskColumn(
+        "`pi0`, `pi05`: pictures and words",
+        (
+            "model=pi05",
+            *WITH_IMAGES,
+            "model.head_dim=8",
+            "model.expert_hidden=16",
+            "model.denoising_steps=2",
+        ),
+    ),
     "mlp_q": PolicyTaskColumn(
         "`mlp_q`: vectors",
         ("model=mlp_q", *PENDULUM, "model.critic_hidden=[16]"),

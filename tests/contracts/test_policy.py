@@ -52,6 +52,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "denoising_steps": 3,
     },
 }
+SMALL["pi0"] = {
+    **SMALL["smolvla"],
+    "head_dim": 8,
+    "image_size": 40,
+    "expert_hidden": 24,
+    "expert_intermediate": 48,
+}
+SMALL["pi05"] = SMALL["pi0"]
 SPECS: dict[str, dict[str, Any]] = {
     "tokens": {"alphabet": "0123456789+="},
     "discrete": {
@@ -67,7 +75,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 NUMBERED = ("mylab.policy:Linear",)
 """Those whose actions are numbers alone."""
-VECTORS = ("mlp_q", "vla", "flow", "smolvla")
+VECTORS = ("mlp_q", "vla", "flow", "smolvla", "pi0", "pi05")
 """Those whose actions are vectors alone."""
 
 

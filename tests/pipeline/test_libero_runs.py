@@ -1,4 +1,4 @@
-"""A task of LIBERO from end to end under both policies that read: pictures, sentence, chunks."""
+"""A task of LIBERO from end to end under the policies that read: pictures, sentence, chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = [
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("policy", ["vla", "smolvla"])
+@pytest.mark.parametrize("policy", ["vla", "smolvla", "pi05"])
 def test_an_iteration_on_libero(compose: Compose, policy: str) -> None:
     need_environment("libero")
     values = compose(*SMALL, f"run.name={policy}", experiment=f"libero_{policy}")

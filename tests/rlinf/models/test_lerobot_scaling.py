@@ -10,18 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlinf.errors import DataError
-from rlinf.models.smolvla_folder import (
+from rlinf.models.lerobot_folder import (
     ACTION_FEATURE,
     POSTPROCESSOR,
     STATE_FEATURE,
     UNNORMALIZER_STEP,
     FeatureNormalizer,
-    SmolVLAConfig,
-    new_policy_config,
     read_feature_statistics,
     read_normalizer,
     replace_statistics,
-    write_processors,
+)
+from rlinf.models.smolvla_folder import (
+    SmolVLAConfig,
+    new_policy_config,
+    write_smolvla_processors,
 )
 
 SPEC = {
@@ -79,7 +81,7 @@ def test_statistics_that_do_not_fit_are_refused(
 
 
 def test_a_folder_is_given_other_statistics(tmp_path: Path) -> None:
-    write_processors(tmp_path, new_policy_config(SmolVLAConfig(), SPEC), STATISTICS)
+    write_smolvla_processors(tmp_path, new_policy_config(SmolVLAConfig(), SPEC), STATISTICS)
     (tmp_path / "stats.json").write_text(
         json.dumps(
             {
@@ -130,7 +132,7 @@ def test_a_file_of_other_statistics_is_refused(tmp_path: Path, content: str, mes
 def test_a_processor_of_another_kind_is_refused(
     tmp_path: Path, change: object, message: str
 ) -> None:
-    write_processors(tmp_path, new_policy_config(SmolVLAConfig(), SPEC), STATISTICS)
+    write_smolvla_processors(tmp_path, new_policy_config(SmolVLAConfig(), SPEC), STATISTICS)
     path = tmp_path / f"{POSTPROCESSOR}.json"
     known = json.loads(path.read_text())
     change(known)  # type: ignore[operator]

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.smolvla import HEADS_FILE, SmolVLAPolicy
+from rlinf.models.flow_vla import HEADS_FILE
+from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC

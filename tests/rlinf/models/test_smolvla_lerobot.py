@@ -107,7 +107,7 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
     columns = {name: torch.tensor(column) for name, column in seen.items()}
     with torch.no_grad():
         prompt, there = (x[0] for x in made._tokenize(seen[INSTRUCTION_COLUMN][None]))
-        state = made._scale_state(columns["observation"])
+        state = made.scale_state(columns["observation"])
         pictures = [columns[name] for name in made._image_columns]
         prefix = made.module.encode_prefix(prompt, there, state, *pictures)
         at, first = (torch.tensor(column[:, :length]) for column in (points, noise))
