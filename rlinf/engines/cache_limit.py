@@ -64,20 +64,25 @@ def measure_cache_limit(
 def kv_bytes_per_token(text_config: Any, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
     """Return the bytes of the keys and values of one token on each device.
 
-    There are 2 x layers x key-value heads of this device x head size numbers; 0 without attention.
+    There are 2 x key-value heads of this device x head size numbers in each layer; none in a
+    network without attention.
 
     Args:
         text_config: The ``transformers`` configuration of the language model.
         dtype: Type of the keys and values.
         tensor_parallel: Number of devices that share the heads.
     """
-    heads = getattr(text_config, "num_attention_heads", 0)
-    if not heads:
-        return 0
-    head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    vectors = 2 * text_config.num_hidden_layers * max(1, kv_heads // tensor_parallel)
-    return int(vectors * head_size * dtype.itemsize)
+    if getattr(text_config, "is_heterogeneous", False):
+        layers = list(text_config.per_layer_config)
+    else:
+        layers = [text_config] * text_config.num_hidden_layers
+    numbers = 0
+    for layer in layers:
+        if heads := getattr(layer, "num_attention_heads", 0):
+            head_size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+            numbers += 2 * max(1, kv_heads // tensor_parallel) * head_size
+    return int(numbers * dtype.itemsize)
 
 
 def host_memory_bytes() -> int:

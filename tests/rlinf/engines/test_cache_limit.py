@@ -80,5 +80,14 @@ def test_the_bytes_of_a_token_are_those_of_the_heads_of_a_device() -> None:
     )
     assert kv_bytes_per_token(config, torch.bfloat16) == 57344
     assert kv_bytes_per_token(config, torch.float32, 2) == 57344
+    layers = [
+        SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, head_dim=16),
+        SimpleNamespace(num_attention_heads=8, num_key_value_heads=1, head_dim=64),
+    ]
+    mixed = SimpleNamespace(is_heterogeneous=True, per_layer_config=layers)
+    assert kv_bytes_per_token(mixed, torch.float32) == 2 * (2 * 16 + 64) * 4
+
+
+def test_a_network_without_attention_has_room_for_any_number_of_tokens() -> None:
     assert kv_bytes_per_token(SimpleNamespace(num_hidden_layers=2), torch.float32) == 0
     assert measure_cache_limit(CPU, 0, 1).tokens == GIB

@@ -13,6 +13,7 @@ import torch
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record
 from rlinf.engines.base import RolloutHooks
+from rlinf.engines.cache_limit import KV_CACHE_SHARE, host_memory_bytes
 from rlinf.engines.transformers import TransformersEngine
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM
@@ -23,6 +24,8 @@ from tests.rlinf.engines.test_transformers import (
     request,
     rows,
 )
+from tests.rlinf.models import tiny
+from tests.rlinf.models.tiny_families import tiny_settings
 
 BYTES_PER_TOKEN = 2 * 2 * 1 * 16 * 4
 """Keys and values of 2 layers with one head of 16 float32 numbers."""
@@ -136,6 +139,29 @@ def test_a_chunk_has_a_limited_number_of_tokens(
     assert max(num_rows * columns for num_rows, columns, _ in passes) in range(
         chunk // 2, chunk + 1
     )
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "qwen3", "mamba"])
+def test_chunks_and_memory_change_no_sample_of_any_kind_of_network(
+    tmp_path: Path, family: str
+) -> None:
+    """With sliding windows, learned positions, fused steps, and without padding."""
+    made = tiny_settings(family, len(tiny.ALPHABET) + 2)
+    config = tiny.write(tmp_path / "model", family, made=made)
+    wanted = tiny.requests([3, 9, 5, 19], horizon=14, group=2)
+    plain, limited = tiny.engine(config), tiny.engine(config, **limits_of(tiny.engine(config)))
+    found = tiny.generate(limited, wanted)
+    for number, (tokens, logprobs) in tiny.generate(plain, wanted).items():
+        np.testing.assert_array_equal(found[number][0], tokens)
+        np.testing.assert_allclose(found[number][1], logprobs, atol=2e-5)
+
+
+def limits_of(plain: TransformersEngine) -> dict[str, Any]:
+    """Return options with room for 80 tokens."""
+    tokens = plain.max_model_len
+    assert tokens is not None
+    size = KV_CACHE_SHARE * host_memory_bytes() / tokens * 81
+    return {"max_num_seqs": 4, "max_num_batched_tokens": 8, "kv_cache_gib": size / (1 << 30)}
 
 
 def test_running_rows_get_a_token_between_two_chunks_of_a_long_prompt(
