@@ -1,4 +1,4 @@
-"""pi-0 and pi-0.5 policies: flow matching of action chunks from images, instruction and state.
+"""Policies pi-0 and pi-0.5: flow matching of action chunks from images, instruction and state.
 
 All actions of a chunk attend to each other, so the whole chunk is denoised. The first
 ``n_action_steps`` actions are executed, and only they have a log-probability

@@ -106,6 +106,9 @@ class PiConfig(FlowVLAConfig):
     """A policy folder of LeRobot or openpi (converted to PyTorch), which defines all sizes."""
     tokenizer_path: Path | None = None
     """A folder with ``tokenizer.json`` of PaliGemma, if the policy folder has none."""
+    norm_stats: Path | None = None
+    """A ``meta/stats.json`` of a LeRobot data set or a ``norm_stats.json`` of openpi; null: that of
+    the folder, and no scaling of the states of a new network."""
     state_in_prompt: bool | None = None
     """Whether the prompt of pi-0.5 contains the state; null: as the folder of LeRobot says, true
     for a new network. Folders of openpi do not say (``pi05_libero``: false)."""
@@ -115,9 +118,11 @@ class PiConfig(FlowVLAConfig):
     heads: int = Field(default=8, gt=0)
     kv_heads: int = Field(default=1, gt=0)
     head_dim: int = Field(default=16, gt=0, multiple_of=2)
+    """Size of an attention head."""
     expert_hidden: int = Field(default=64, gt=0, multiple_of=2)
+    """Width of the action expert."""
     expert_intermediate: int = Field(default=192, gt=0)
-    """Width and MLP width of the action expert."""
+    """Size of the feed-forward layers of the action expert."""
 
 
 def network_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class PaliGemma(nn.Module):
     """A vision tower, a projector to the width of the text, and a language model without head."""
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
-        from transformers.models.siglip.modeling_siglip import SiglipVisionConfig, SiglipVisionModel
+        from transformers import SiglipVisionConfig, SiglipVisionModel
 
         super().__init__()
         vision = SiglipVisionConfig(
@@ -50,8 +50,9 @@ class PaliGemma(nn.Module):
         projector = nn.Linear(vision.hidden_size, width)
         self.multi_modal_projector = nn.ModuleDict({"linear": projector})
         self.language_model = _gemma(sizes["language"], adaptive=False)
-        self.language_model["embed_tokens"] = nn.Embedding(sizes["vocab_size"], width)
-        nn.init.normal_(self.language_model["embed_tokens"].weight, std=width**-0.5)
+        embeddings = nn.Embedding(sizes["vocab_size"], width)
+        nn.init.normal_(embeddings.weight, std=width**-0.5)
+        self.language_model["embed_tokens"] = embeddings
 
 
 def _gemma(sizes: Mapping[str, Any], *, adaptive: bool) -> nn.ModuleDict:
