@@ -141,6 +141,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Number of threads of a torch operation, if the caller's thread computes micro-batches."""
         self.device = local_device(config.device)
         use_device(self.device)
+        self.compute_dtype = config.compute_dtype
         self._is_packed = policy.supports_packing if config.packing is None else config.packing
         if self._is_packed:
             policy.enable_packing(self.device, getattr(torch, config.compute_dtype))
