@@ -99,6 +99,8 @@ ROWS = {
     "memory_10k_operations_mib": "memory_growth",
     "memory_200_iterations_mib": "memory_growth",
     "load_memory_ratio": "load_memory",
+    "node_copy_memory_ratio": "node_copy_memory",
+    "node_copy_buffers_mib": "node_copy_memory",
     "logprob_memory_ratio": "logprob_memory",
     "lora_memory_ratio": "lora_memory",
     "fsdp2_scaling": "scaling",

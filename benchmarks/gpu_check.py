@@ -37,16 +37,18 @@ CHECK_LIMITS_S = {
     "training": 120,
     "generation": 120,
     "offload": 90,
+    "weight_sync": 60,
     "attention": 40,
     "nccl": 60,
-    "cuda_ipc": 60,
-    "demo": 110,
     "pool": 90,
     "apart": 90,
+    "demo": 90,
     "images": 90,
     "robot": 90,
+    "cuda_ipc": 60,
 }
-"""Time limit of each check, seconds."""
+"""Time limit of each check, seconds. A check for which no time is left fails, so the checks of what
+runs of language models need come first."""
 LIMIT_VARIABLE = "RLINF_GPU_CHECK_LIMIT_S"
 """Time limit of the process of one check, seconds."""
 TINY_QWEN: dict[str, Any] = gpu_training.QWEN | {
@@ -478,6 +480,62 @@ def check_nccl(check: Check) -> None:
     dist.destroy_process_group()
 
 
+SYNC_RANK = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from benchmarks import gpu_training
+from benchmarks.gpu_check import Check
+from benchmarks.process_memory import proportional_bytes
+from rlinf.models.base import copy_weights
+from rlinf.weights.node_copy import collect_once_per_node
+
+store, device, size, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+check = Check("weight_sync", device, size == "tiny")
+trainer = gpu_training.trainer(check.qwen, param_dtype="float32")  # one process: not sharded
+module = check.network(torch.bfloat16)
+for attempt in ("first", "second"):
+    before = proportional_bytes(os.getpid())
+    dist.barrier()
+    start = time.perf_counter()
+    weights = collect_once_per_node(trainer.stream_weights, is_needed=True)
+    collected = time.perf_counter() - start
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    copy_weights(module, weights.items())
+    check.synchronize()
+    loaded = time.perf_counter() - start - collected
+    held = torch.tensor([proportional_bytes(os.getpid()) - before])
+    dist.all_reduce(held)
+    name, tensor = next(iter(weights.items()))
+    passed = torch.equal(module.state_dict()[name].cpu(), tensor.to(torch.bfloat16))
+    if rank == "0":
+        times = {"collect_s": round(collected, 3), "load_s": round(loaded, 3)}
+        ratio = round(int(held) / nbytes, 3)
+        check.figure("node_copy", attempt=attempt, passed=passed, host_copies=ratio, **times)
+    del weights, tensor
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def check_weight_sync(check: Check) -> None:
+    """Two processes on one GPU: a trainer's weights reach the engines of both by one host copy.
+
+    ``host_copies`` is the host memory of both processes over the bytes of the weights. The first
+    attempt includes buffers that stay.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        size = "tiny" if check.tiny else "full"
+        command = [sys.executable, "-c", SYNC_RANK, f"{folder}/store", str(check.device), size]
+        ranks = [
+            subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"
+        ]
+        errors = [rank.communicate()[1][-1500:] for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise RuntimeError("\n".join(errors))
+
+
 IPC_CLIENT = """
 import sys, time, torch
 from multiprocessing.connection import Client
@@ -532,13 +590,13 @@ def check_cuda_ipc(check: Check) -> None:
 
 def check_demo(check: Check) -> None:
     """The demo in bfloat16: all stages in one process, as ``make demo`` runs them."""
-    iterations, sft_steps = (2, 10) if check.tiny else (8, 300)
+    iterations, sft_steps = (2, 10) if check.tiny else (4, 150)
     run_experiment(
         check,
         f"iterations={iterations}",
         f"sft.max_steps={sft_steps}",
         "evaluate.every=4",
-        "evaluate.samples=256",
+        "evaluate.samples=128",
         "experiment=arithmetic_grpo",
     )
 
@@ -557,8 +615,8 @@ def run_pools(check: Check, *pools: list[str], words: Sequence[str] = ()) -> Non
     """Run a short experiment with one pool for each list of stages."""
     run_experiment(
         check,
-        "iterations=4",
-        f"sft.max_steps={20 if check.tiny else 200}",
+        "iterations=3",
+        f"sft.max_steps={20 if check.tiny else 100}",
         "rollout.batch_size=32",
         "evaluate.samples=64",
         "experiment=arithmetic_short",
@@ -649,10 +707,16 @@ def run_metrics(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_tests(check: Check) -> None:
-    """The tests that need a GPU, as ``make test-gpu`` runs them."""
+    """The tests that need a GPU, without the slow ones.
+
+    Other checks run pools, and engines with packages of their own are rarely here.
+    """
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs"]
     result = subprocess.run(
-        [*command, "tests/gpu", "-m", "gpu"], capture_output=True, text=True, check=False
+        [*command, "tests/gpu", "-m", "gpu and not slow"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = (result.stdout + result.stderr).splitlines()
     check.figure("pytest", exit_code=result.returncode, output=lines[-40:])

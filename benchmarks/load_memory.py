@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +40,8 @@ def measure() -> list[BenchmarkRow]:
     """Load the model once and measure all processes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        largest, total = write_model(folder / "model")
+        layers = int(os.environ.get("RLINF_BENCH_LAYERS", SIZES["num_hidden_layers"]))
+        largest, total = write_model(folder / "model", SIZES | {"num_hidden_layers": layers})
         (folder / "channels").mkdir()
         command = [sys.executable, "-m", "benchmarks.load_memory", str(folder)]
         results = measure_peaks([[*command, str(rank)] for rank in range(PROCESSES)])
@@ -50,16 +53,19 @@ def measure() -> list[BenchmarkRow]:
     return [median_row("load_memory_ratio", [max(ratios)], "", 1.3, "lower")]
 
 
-def write_model(folder: Path) -> tuple[int, int]:
-    """Write random weights, one tensor at a time; returns bytes of the largest one and of all."""
+def write_model(folder: Path, sizes: Mapping[str, Any]) -> tuple[int, int]:
+    """Write random weights, one tensor at a time; returns bytes of the largest one and of all.
+
+    Args:
+        sizes: settings of a Qwen2 model, as :data:`SIZES`.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlinf.safetensors_io import StreamedState, save_tensors
 
     folder.mkdir()
-    layers = int(os.environ.get("RLINF_BENCH_LAYERS", SIZES["num_hidden_layers"]))
-    settings = AutoConfig.for_model("qwen2", **{**SIZES, "num_hidden_layers": layers})
+    settings = AutoConfig.for_model("qwen2", **sizes)
     settings.architectures = ["Qwen2ForCausalLM"]
     settings.save_pretrained(folder)
     with torch.device("meta"):
@@ -76,8 +82,8 @@ def write_model(folder: Path) -> tuple[int, int]:
         list(meta_state),
         {"format": "pt"},
     )
-    sizes = [tensor.nbytes for tensor in meta_state.values()]
-    return max(sizes), sum(sizes)
+    nbytes = [tensor.nbytes for tensor in meta_state.values()]
+    return max(nbytes), sum(nbytes)
 
 
 def run(folder: Path, rank: int) -> None:

@@ -24,6 +24,16 @@ def memory_bytes(pid: int) -> int:
     return sum(1024 * int(lines.get(name, "0 kB").split()[0]) for name in ("RssAnon", "RssShmem"))
 
 
+def proportional_bytes(pid: int) -> int:
+    """Return the proportional set size of a process in bytes, anonymous and shared memory only.
+
+    A page that ``n`` processes have mapped counts as ``1 / n`` of a page in each.
+    """
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    lines = dict(line.split(":", 1) for line in text.splitlines()[1:])
+    return sum(1024 * int(lines[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+
+
 def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str]]:
     """Run processes that print ``ready``, continue when they read a line, and print a result.
 

@@ -27,7 +27,7 @@ from rich.progress import (
 from pipeline.console import create_console, format_duration, format_number, format_rate
 from pipeline.graph import StageNode
 from pipeline.metrics import headline_metrics, read_metrics, step_unit
-from pipeline.run import Run
+from pipeline.run import Run, compute_texts
 from pipeline.transcripts import read_samples, select_samples, shorten
 from rlinf.artifacts import Manifest
 from rlinf.config import RunConfig, json_digest, validate
@@ -289,6 +289,8 @@ class TrackerCallback:
         self._sinks = open_trackers(run.config.log, run.folder, run.config)
         self._run, self._settings = run.folder, validate(LogConfig, run.config.log, "log")
         self._file = run.folder / TRACKED_FILE
+        self._compute = set[tuple[str, str]]()
+        """Data types and devices of engine and trainer that the trackers have received."""
         is_unrecorded = not self._file.exists() and (run.folder / METRICS_FILE).exists()
         self._recorded_digests = set[str]() if is_unrecorded else _read_lines(self._file)
         if is_unrecorded:  # an older version of rlinf forwarded metrics without recording digests
@@ -302,6 +304,10 @@ class TrackerCallback:
     def on_node_start(self, node: StageNode) -> None: ...
 
     def on_node_end(self, node: StageNode, manifest: Manifest) -> None:
+        if new := compute_texts([manifest]).items() - self._compute:
+            self._compute |= new
+            for sink in self._sinks:
+                sink.log_compute(dict(new))
         if node.stage == EVALUATE:
             self._log(node.iteration, {"evaluate/score": manifest.metrics["score"]})
 

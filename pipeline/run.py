@@ -26,6 +26,7 @@ from rlinf.config import RunConfig, json_digest, select_semantic, validate
 from rlinf.envs.base import ProblemSetSize
 from rlinf.errors import ConfigError, InputError
 from rlinf.track import LogConfig
+from stages.context import COMPUTE
 from stages.identity import CLASS_REGISTRIES, read_accepted_mismatches
 from stages.layout import CONFIG_FILE, DATA_FILE, RUN_FILE
 from stages.runner import load_config, read_config_values
@@ -362,7 +363,7 @@ def _commit() -> str:
 
 
 def provenance_rows(
-    record: dict[str, Any], seed: int, manifests: Iterable[Manifest]
+    record: dict[str, Any], seed: int, manifests: Sequence[Manifest]
 ) -> list[tuple[str, str]]:
     """Return labels and values for the report; values that the run did not record are left out.
 
@@ -389,8 +390,18 @@ def provenance_rows(
         hosts[manifest.host] = None
         if manifest.job:
             jobs[manifest.job] = None
+    rows |= {f"{part} computes in": text for part, text in compute_texts(manifests).items()}
     rows |= {"hosts": _shorten(hosts), "Slurm jobs": _shorten(jobs)}
     return [(label, value) for label, value in rows.items() if value]
+
+
+def compute_texts(manifests: Iterable[Manifest]) -> dict[str, str]:
+    """Return data types and devices of engine and trainer, such as ``bfloat16 on NVIDIA H100``."""
+    texts: dict[str, dict[str, None]] = {}
+    for manifest in manifests:
+        for part, values in manifest.extra.get(COMPUTE, {}).items():
+            texts.setdefault(part, {})[f"{values['dtype']} on {values['device']}"] = None
+    return {part: _shorten(found) for part, found in sorted(texts.items())}
 
 
 def _shorten(names: Iterable[str]) -> str:

@@ -164,6 +164,9 @@ class StreamedState:
     one tensor."""
     stream: Iterator[tuple[str, Tensor]]
     """Full tensors on the CPU, in any order; one per set of tied names."""
+    source: Iterator[tuple[str, Tensor]] | None = None
+    """The iterator from which ``stream`` takes its tensors to copy them to the CPU. None: it copies
+    nothing."""
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> StreamedState:
@@ -176,8 +179,8 @@ class StreamedState:
         return {name: by_template[id(template)] for name, template in self.templates.items()}
 
     def drain(self) -> None:
-        """Consume the remaining tensors without keeping them."""
-        collections.deque(self.stream, maxlen=0)
+        """Consume the remaining tensors, without copies of them on the CPU."""
+        collections.deque(self.stream if self.source is None else self.source, maxlen=0)
 
 
 def save_tensors(

@@ -37,6 +37,8 @@ MIN_WAIT_SPAN_S = 0.002
 MERGEABLE_SPAN_S = 0.05
 """Seconds; only a shorter span is merged into the previous span of the same name."""
 WAIT_SPAN = "wait"
+COMPUTE = "compute"
+"""Key of a manifest's ``extra``: data type and device of the stage's engine and trainer."""
 IDLE_SPANS = frozenset({WAIT_SPAN, "offload", "onload"})
 """Names of spans without computation: waits, and transfers to and from the device."""
 log = logging.getLogger("rlinf")

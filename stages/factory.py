@@ -21,10 +21,10 @@ from rlinf.device_memory import GIB, DeviceMemoryManager, Offloadable
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment
 from rlinf.errors import ArtifactError
-from rlinf.models.base import default_dtype, local_device
+from rlinf.models.base import ModelHolder, default_dtype, local_device
 from rlinf.rewards.base import Reward, RewardResources
 from rlinf.trainers.base import Trainer
-from stages.context import StageContext
+from stages.context import COMPUTE, StageContext
 from stages.flow import flow_of
 from stages.identity import CLASS_REGISTRIES
 from stages.layout import REWARD_CACHE_FOLDER, stage_folder
@@ -195,6 +195,18 @@ def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
     return ctx.worker_state.device_memory
 
 
+def record_compute(ctx: StageContext, holder: ModelHolder) -> None:
+    """Record in the manifest in which data type and on which device an engine or trainer computes.
+
+    Only the node where the stage runs knows both, if the configuration leaves them open.
+    """
+    section = "engine" if isinstance(holder, Engine) else "trainer"
+    is_gpu = holder.device.type == "cuda"
+    device = torch.cuda.get_device_name(holder.device) if is_gpu else str(holder.device)
+    values = {"dtype": holder.compute_dtype, "device": device}
+    ctx.manifest_extra.setdefault(COMPUTE, {})[section] = values
+
+
 def ensure_on_device(
     ctx: StageContext, offloadable: Offloadable, *groups: str, copy_data: bool = True
 ) -> None:
@@ -203,6 +215,8 @@ def ensure_on_device(
     Call it again after every wait, because other stages may have used the device. Arguments: see
     :meth:`DeviceMemoryManager.acquire`.
     """
+    if isinstance(offloadable, ModelHolder):
+        record_compute(ctx, offloadable)
     get_device_memory(ctx).acquire(offloadable, *groups, copy_data=copy_data, span=ctx.span)
 
 
@@ -409,6 +423,7 @@ def create_trainer(
     trainer: Trainer = cls(
         load(folder, options), trainer_options, optimizer or ctx.config.optimizer, ctx.world
     )
+    record_compute(ctx, trainer)
     return trainer
 
 

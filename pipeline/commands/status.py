@@ -30,7 +30,7 @@ from pipeline.metrics import (
 )
 from pipeline.pools.pool_status import PoolsStatus, pool_table, read_pools_status
 from pipeline.pools.work_log import count_disk_fallbacks
-from pipeline.run import Run
+from pipeline.run import Run, compute_texts
 from pipeline.run_control import find_driver_job, last_driver_job_id
 from rlinf.errors import RlinfError
 from slurm.client import SlurmClient
@@ -88,6 +88,8 @@ class RunStatus:
     """GPU-hours after which the run ends; None: no limit."""
     best: BestWeights | None = None
     """The weights with the best held-out score; None before the first evaluation."""
+    compute: dict[str, str] = field(default_factory=dict)
+    """Data types and devices of engine and trainer in the newest iteration."""
 
     @property
     def progress(self) -> str:
@@ -151,6 +153,8 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         if graph.is_evaluated(v) and (m := stage_manifest(run.folder, EVALUATE, v)) is not None
     ]
     row = iteration_metrics(run.folder, iterations_done - 1) if iterations_done else None
+    newest = [StageNode(stage, i) for i in iterations[-2:] for stage in graph.flow.stages]
+    manifests = [m for node in newest if (m := stage_manifest(run.folder, *node)) is not None]
     return RunStatus(
         name=run.folder.name,
         iterations_done=iterations_done,
@@ -171,6 +175,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         gpu_hours=read_gpu_hours(run.folder),
         gpu_hours_budget=run.config.budget.gpu_hours,
         best=best_weights(run.config, run.folder),
+        compute=compute_texts(manifests),
     )
 
 
@@ -215,6 +220,8 @@ def status_table(status: RunStatus) -> Table:
         table.add_row("best held-out score", format_best(status.best))
     if status.gpu_hours or status.gpu_hours_budget:
         table.add_row("GPU-hours", format_gpu_hours(status.gpu_hours, status.gpu_hours_budget))
+    for part, text in status.compute.items():
+        table.add_row(f"{part} computes in", text)
     table.add_row("weights on disk", _versions_text(status.versions))
     for warning in status.warnings:
         table.add_row("warning", warning)

@@ -70,6 +70,7 @@ class ExternalEngine(Engine):
         if config.dtype is not None:
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
+        self.compute_dtype = self._policy_config.dtype
         self._max_model_len = 0
         self.stop_token_ids = frozenset[int]()
         """Ids of the tokens that end a sample."""

@@ -123,6 +123,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         if config.dtype is not None:
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
+        self.compute_dtype = self._policy_config.dtype
         self._module: Any = None
         self._fused_step: FusedDecodeStep | None = None
         self._graphed_step: GraphedDecodeStep | None = None

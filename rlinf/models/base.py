@@ -325,6 +325,9 @@ class ModelHolder(Component):
     parallel_dims: ClassVar[frozenset[str]] = frozenset()
     """Dimensions along which processes can share a model replica: fields of
     :class:`rlinf.channels.process_group.ParallelLayout`."""
+    device: torch.device
+    compute_dtype: str = "float32"
+    """Data type in which the network computes, such as ``bfloat16``."""
 
     @classmethod
     def check_layout(

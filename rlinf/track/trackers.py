@@ -22,6 +22,8 @@ STEP_METRIC = "iteration"
 OFFLINE = "offline"
 SAMPLES = "samples"
 """Name of the table of samples."""
+COMPUTE = "compute"
+"""Name of the data types and devices of engine and trainer."""
 log = logging.getLogger("rlinf")
 
 
@@ -127,6 +129,10 @@ class WandbTracker:
         table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=_table_rows(samples))
         self._run.log({SAMPLES: table, STEP_METRIC: step})
 
+    def log_compute(self, compute: Mapping[str, str]) -> None:
+        values = {f"{COMPUTE}.{part}": text for part, text in compute.items()}
+        self._run.config.update(values, allow_val_change=True)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -209,6 +215,9 @@ class MlflowTracker:
         columns = zip(*_table_rows(samples), strict=True)
         data = {name: list(column) for name, column in zip(SAMPLE_COLUMNS, columns, strict=True)}
         self._mlflow.log_table(data, f"{SAMPLES}.json")  # appends to the table
+
+    def log_compute(self, compute: Mapping[str, str]) -> None:
+        self._mlflow.set_tags({f"{COMPUTE}.{part}": text for part, text in compute.items()})
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -296,6 +305,10 @@ class TensorBoardTracker:
             writer.add_text(f"{SAMPLES}/{number}", text, step)
         writer.flush()
 
+    def log_compute(self, compute: Mapping[str, str]) -> None:
+        for part, text in compute.items():
+            self._open_writer().add_text(f"{COMPUTE}/{part}", text)
+
     def _open_writer(self) -> Any:
         if self._writer is None:
             is_new = not self._folder.exists()
@@ -312,8 +325,8 @@ class TensorBoardTracker:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A destination of metrics. A class may also have ``package``, ``check`` and ``log_samples``
-    (see :class:`WandbTracker`)."""
+    """A destination of metrics. A class may also have ``package``, ``check``, ``log_samples`` and
+    ``log_compute`` (see :class:`WandbTracker`)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an iteration; ``step`` counts iterations from 1."""
@@ -367,6 +380,15 @@ class FailSafeTracker:
         """Forward samples, if the tracker accepts them."""
         if hasattr(self._tracker, "log_samples"):
             self._call_tracker(lambda tracker: tracker.log_samples(step, samples))
+
+    def log_compute(self, compute: Mapping[str, str]) -> None:
+        """Forward data type and device of engine and trainer, if the tracker accepts them.
+
+        Args:
+            compute: such as ``bfloat16 on NVIDIA H100``, by section of the configuration.
+        """
+        if hasattr(self._tracker, "log_compute"):
+            self._call_tracker(lambda tracker: tracker.log_compute(compute))
 
     def close(self) -> None:
         self._call_tracker(lambda tracker: tracker.close())

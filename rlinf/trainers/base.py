@@ -79,7 +79,6 @@ class Trainer(ModelHolder, ABC):
     supports_batches: ClassVar[bool] = False
     """Whether :meth:`accumulate_batch` works."""
     policy: Policy
-    device: torch.device
 
     @abstractmethod
     def __init__(

@@ -76,6 +76,8 @@ class FSDPTrainer(MinibatchTrainer):
             self._shard(policy)
         else:
             move_to_device(policy.module, self.device)
+            weight = next(policy.module.parameters())
+            self.compute_dtype = str(weight.dtype).removeprefix("torch.")
         self._reset_adapters()
         is_threaded = device_type == "cpu" and not uses_fsdp
         self._create_threads(config.cpu_threads if is_threaded else 1)

@@ -141,6 +141,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Number of threads of a torch operation, if the caller's thread computes micro-batches."""
         self.device = local_device(config.device)
         use_device(self.device)
+        self.compute_dtype = config.compute_dtype
         self._is_packed = policy.supports_packing if config.packing is None else config.packing
         if self._is_packed:
             policy.enable_packing(self.device, getattr(torch, config.compute_dtype))
@@ -405,18 +406,23 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                 merge = adapters.weight_merger(dict(self._gather_full(adapters.parameters())))
             pairs = ((name, named[name]) for name in first_names.values())
             for name, full in self._gather_full(pairs):
-                if merge is not None:
-                    full = merge(name, full)  # noqa: PLW2901
-                is_copied = copy and storage_key(full) == storage_key(named[name])
-                on_host = full.clone() if is_copied and not full.is_cuda else full
-                on_host = start_move(on_host, HOST_DEVICE)
-                synchronize(self.device)
-                yield name, on_host
-                del full, on_host  # before the next one is gathered
+                yield name, full if merge is None else merge(name, full)
+                del full  # before the next one is gathered
 
+        def on_host(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, full in source:
+                is_copied = copy and storage_key(full) == storage_key(named[name])
+                host = full.clone() if is_copied and not full.is_cuda else full
+                host = start_move(host, HOST_DEVICE)
+                synchronize(self.device)
+                yield name, host
+                del full, host  # before the next one is gathered
+
+        source = full_tensors()
         return StreamedState(
             {name: templates[first_names[id(value)]] for name, value in named.items()},
-            full_tensors(),
+            on_host(source),
+            source,
         )
 
     def _template(self, name: str, tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def run(*arguments: str, output: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def test_checks_print_their_figures(tmp_path: Path) -> None:
-    names = ("attention", "generation", "offload")
+    names = ("attention", "generation", "offload", "weight_sync")
     code, figures = run("--device", "cpu", "--tiny", *names, output=tmp_path / "figures.jsonl")
     assert code == 0, figures
     ended = {
@@ -30,6 +30,7 @@ def test_checks_print_their_figures(tmp_path: Path) -> None:
     }
     assert ended == dict.fromkeys(names, 0)
     assert all(f["tokens_per_s"] > 0 for f in figures if f["figure"] == "engine")
+    assert [f["passed"] for f in figures if f["figure"] == "node_copy"] == [True, True]
     assert figures[-1]["failed"] == []
 
 

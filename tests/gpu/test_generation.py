@@ -1,4 +1,4 @@
-"""Generation on a GPU: CUDA graphs give the tokens of a step without them, and of a CPU."""
+"""Generation on a GPU: tokens and actions are those of a CPU, with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId
 from rlinf.device_memory import DeviceMemoryManager
+from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
+from rlinf.models.actor_critic import MLPPolicy
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from tests.gpu.devices import CUDA
+from tests.rlinf.engines import test_direct as direct
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-]
 ROWS, PROMPT = 24, 12
 
 
@@ -73,19 +73,22 @@ def assert_equal(ours: dict[int, Any], theirs: dict[int, Any]) -> None:
     assert differing <= 2
 
 
+@pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("horizon", [24, 300])
-def test_tokens_are_those_of_a_cpu(tmp_path: Path, architecture: str, horizon: int) -> None:
+def test_tokens_are_those_of_a_cpu(
+    tmp_path: Path, device: str, architecture: str, horizon: int
+) -> None:
     config = make_folder(tmp_path, architecture)
     cpu = generate(make_engine(tmp_path, config, device="cpu"), horizon)
     for graphs in (True, False):
-        engine = make_engine(tmp_path, config, device="cuda", cuda_graphs=graphs)
+        engine = make_engine(tmp_path, config, device=device, cuda_graphs=graphs)
         assert_equal(generate(engine, horizon), cpu)
 
 
-def test_a_graph_computes_with_the_weights_that_came_later(tmp_path: Path) -> None:
+def test_a_graph_computes_with_the_weights_that_came_later(tmp_path: Path, device: str) -> None:
     config = make_folder(tmp_path, "qwen2")
-    cpu, gpu = (make_engine(tmp_path, config, device=device) for device in ("cpu", "cuda"))
+    cpu, gpu = (make_engine(tmp_path, config, device=name) for name in ("cpu", device))
     generate(gpu, 24)
     generator = torch.Generator().manual_seed(1)
     changed = [
@@ -97,14 +100,25 @@ def test_a_graph_computes_with_the_weights_that_came_later(tmp_path: Path) -> No
     assert_equal(generate(gpu, 24), generate(cpu, 24))
 
 
-def test_weights_that_were_offloaded_are_those_of_the_graph(tmp_path: Path) -> None:
+def test_weights_that_were_offloaded_are_those_of_the_graph(tmp_path: Path, device: str) -> None:
     config = make_folder(tmp_path, "qwen2")
-    gpu = make_engine(tmp_path, config, device="cuda")
+    gpu = make_engine(tmp_path, config, device=device)
     before = generate(gpu, 24)
-    manager = DeviceMemoryManager(torch.device("cuda"), 1 << 30)
+    manager = DeviceMemoryManager(torch.device(device), 1 << 30)
     manager.acquire(gpu)
     manager.offload_all()
     assert not any(size.on_device for size in gpu.group_sizes().values())
-    torch.empty(1 << 24, device="cuda")  # so that the weights come back to other addresses
+    torch.empty(1 << 24, device=device)  # so that the weights come back to other addresses
     manager.acquire(gpu)
     assert_equal(generate(gpu, 24), before)
+
+
+@pytest.mark.parametrize("kind", ["discrete", "box"])
+def test_actions_are_those_of_a_cpu(tmp_path: Path, device: str, kind: str) -> None:
+    cpu = direct.make(kind, tmp_path)
+    gpu = DirectEngine(DirectConfig(device=device), MLPPolicy, direct.CONFIG)
+    gpu.load(tmp_path, 3)
+    mine, right = (direct.ask(e, range(5), direct.seen(5)) for e in (gpu, cpu))
+    assert mine.keys() == right.keys()
+    for name, column in right.items():
+        np.testing.assert_allclose(mine[name], column, rtol=0, atol=1e-5)

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.commands.experiment import drive, prepare_run
+from pipeline.commands.experiment import drive, prepare_run, run_experiment
+from pipeline.commands.status import read_status, show_status
+from pipeline.metrics import stage_manifest
 from pipeline.report.data import read_report_data
 from pipeline.report.page import report_html
 from pipeline.run import Run, effective_settings, flatten, read_run_record
 from rlinf.config import RunConfig, json_digest, select_semantic, validate
 from rlinf.errors import ConfigError
 from rlinf.track.trackers import settings_of_run
+from stages.context import COMPUTE
 from stages.identity import CLASS_REGISTRIES
 from stages.layout import CONFIG_FILE, RUN_FILE
 
@@ -141,6 +144,41 @@ def test_tensorboard_has_them_as_text(tiny_run: Path, tmp_path: Path) -> None:
     events.Reload()
     (text,) = events.Tensors("settings/text_summary")
     assert "clip_ratio_high: 0.2" in text.tensor_proto.string_val[0].decode()
+
+
+def test_data_type_and_device_are_those_in_which_the_stages_computed(
+    compose: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stages decide them where they run, if the configuration leaves them open."""
+    pytest.importorskip("tensorboard", reason="the extra 'track' is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    values = compose("engine.dtype=bfloat16", "iterations=1", "log.trackers=[tensorboard]")
+    run_experiment(values)
+    run = tmp_path / "tiny"
+    trainer = {"dtype": "float32", "device": "cpu"}
+    engine = {"dtype": "bfloat16", "device": "cpu"}
+    expected = {
+        "rollout": {"engine": engine},
+        "reward": {},
+        "train": {"trainer": trainer},
+    }
+    for stage, parts in expected.items():
+        manifest = stage_manifest(run, stage, 0)
+        assert manifest is not None
+        assert manifest.extra.get(COMPUTE, {}) == parts
+    texts = {"engine": "bfloat16 on cpu", "trainer": "float32 on cpu"}
+    assert read_status(run).compute == texts
+    show_status(run, watch=False)
+    printed = capsys.readouterr().out
+    page = report_html(read_report_data(run))
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for part, text in texts.items():
+        assert re.search(rf"{part} computes in\W+{text}", printed)
+        assert f"<dt>{part} computes in</dt><dd>{text}</dd>" in page
+        logged = events.Tensors(f"compute/{part}/text_summary")
+        assert [entry.tensor_proto.string_val[0].decode() for entry in logged] == [text]
 
 
 def test_a_key_that_its_part_does_not_know_is_refused(compose: Compose) -> None:

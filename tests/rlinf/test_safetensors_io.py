@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_tied_tensors_come_once_and_are_written_under_each_wanted_name(tmp_path:
     whole = StreamedState(like, iter({"a": one, "c": two}.items())).collect()
     assert whole["a"] is whole["b"] is one
     assert whole["c"] is two
+
+
+def test_no_tensor_that_is_drained_is_copied_to_the_host() -> None:
+    gathered, copied = iter([(name, torch.zeros(1)) for name in "abc"]), list[str]()
+
+    def on_host() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in gathered:
+            copied.append(name)
+            yield name, tensor.cpu()
+
+    state = StreamedState({}, on_host(), gathered)
+    assert next(state.stream)[0] == "a"
+    state.drain()
+    assert (copied, list(gathered)) == (["a"], [])
 
 
 def test_a_tensor_that_never_comes_is_an_error(tmp_path: Path) -> None:

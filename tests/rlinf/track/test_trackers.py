@@ -41,6 +41,14 @@ SAMPLES = [
 ]
 
 
+class Settings(dict[str, Any]):
+    """Stands for the settings of a run in W&B, whose values change only where that is allowed."""
+
+    def update(self, values: Mapping[str, Any], *, allow_val_change: bool = False) -> None:  # type: ignore[override]
+        assert allow_val_change or not self.keys() & values.keys()
+        super().update(values)
+
+
 class Board:
     """Stands for W&B as far as it refuses: steps that go back, a second run beside an open one."""
 
@@ -51,6 +59,7 @@ class Board:
         def __init__(self) -> None:
             self.rows: list[dict[str, Any]] = []
             self.step, self.open = -1, True
+            self.config = Settings()
 
         def define_metric(self, name: str, step_metric: str) -> None:
             self.over = step_metric
@@ -187,6 +196,18 @@ def test_trackers_get_no_secrets(folder: Path) -> None:
 def test_settings_of_wandb_reach_it(board: Board, folder: Path) -> None:
     WandbTracker(folder, configured(wandb=SETTINGS))
     assert {name: board.wanted[name] for name in SETTINGS} == SETTINGS
+
+
+def test_data_types_and_devices_reach_wandb_and_mlflow(
+    board: Board, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, store = WandbTracker(folder, configured()), Store()
+    for dtype in ("float32", "bfloat16"):
+        tracker.log_compute({"engine": f"{dtype} on cpu"})
+    assert board.runs[0].config == {"compute.engine": "bfloat16 on cpu"}
+    monkeypatch.setitem(sys.modules, "mlflow", store)  # type: ignore[arg-type]
+    MlflowTracker(folder, configured()).log_compute({"engine": "bfloat16 on cpu"})
+    assert store.calls["set_tags"] == ({"compute.engine": "bfloat16 on cpu"},)
 
 
 def test_without_settings_the_environment_of_wandb_decides(
@@ -338,6 +359,7 @@ def test_a_resumed_run_of_the_real_mlflow_is_one_run_on_disk(
     for step in (1, 2):
         tracker = MlflowTracker(folder, configured(mlflow={"experiment": "sums"}))
         tracker.log(step, {"train/loss": 1 / step})
+        tracker.log_compute({"engine": "float32 on cpu"})
         tracker.close()
     (found,) = mlflow.search_runs(experiment_names=["sums"], output_format="list")
     assert found.info.run_name == "sums-1"
@@ -357,6 +379,7 @@ def test_an_offline_run_of_the_real_wandb_is_on_disk(
         tracker = WandbTracker(folder, configured(wandb={"project": "sums", "group": "first"}))
         tracker.log(step, {"train/loss": 0.5})
         tracker.log_samples(step, SAMPLES)
+        tracker.log_compute({"engine": f"float{step} on cpu"})
         tracker.close()
     for written in (folder / "wandb").glob("offline-run-*"):
         assert list(written.glob("run-*.wandb"))

@@ -46,7 +46,7 @@ rank, size, out = int(sys.argv[2]), int(sys.argv[3]), Path(said["out"])
 layout = ParallelLayout.parse(said["layout"])
 rendezvous = out / "channels" / "group-m.json"
 world = ProcessGroupInfo(rank, size, rendezvous_file=rendezvous, layout=layout)
-cls, folder = trainers.get("megatron"), Path(said["folder"])
+cls, folder = trainers.get(said["trainer"]), Path(said["folder"])
 load = CausalLM.meta_from_folder if size > 1 else CausalLM.load
 options = {"device": "cpu", "max_tokens_per_microbatch": 40, **said["options"]}
 trainer = cls(
@@ -78,11 +78,18 @@ def run(
     size: int,
     steps: int = 2,
     load: Path | None = None,
+    trainer: str = "megatron",
+    python: str = "",
     **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics and outcome of steps by processes of a layout."""
+    """Metrics and outcome of steps by processes of a layout.
+
+    Args:
+        python: the interpreter of the processes; by default that of Megatron's environment.
+    """
     (out / "channels").mkdir(parents=True)
     message = {
+        "trainer": trainer,
         "folder": str(folder),
         "out": str(out),
         "layout": layout,
@@ -90,7 +97,7 @@ def run(
         "load": None if load is None else str(load),
         "options": options,
     }
-    python = need_environment("megatron")
+    python = python or need_environment("megatron")
     run_ranks(PROGRAM, size, json.dumps(message), python=python)
     found: dict[str, Tensor] = {}
     for path in sorted(out.glob("found-*.safetensors")):
