@@ -142,8 +142,10 @@ def test_prompts_of_a_large_file_are_rendered_when_they_are_drawn(
     again = JsonlEnvironment(config, Words())
     assert again.num_test_problems() == 15
     assert draw_questions(again) == found, "of what was drawn before, nothing depends"
-    (prompt,) = again.prompts(RolloutRequest(3, 2, "train", [5], 8, 1, 8, 1.0))
-    assert prompt.model_input == found[21][0], "of the rest of the batch, neither"
+    for draw in range(24):
+        request = RolloutRequest(3, draw // 8, "train", [draw % 8], 8, 1, 8, 1.0)
+        (prompt,) = again.prompts(request)
+        assert prompt.model_input == found[draw][0], "of the rest of the batch, neither"
 
 
 @pytest.mark.parametrize("last_short", [4, 5])
