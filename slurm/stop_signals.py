@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -96,6 +97,13 @@ def current_job_window(
     if run_command is None:
         from slurm import client
 
+        if shutil.which("scontrol") is None:
+            log.warning(
+                "the end of job %s is not known, because scontrol is missing, as in a container: "
+                "work does not stop before the time limit of the job",
+                job_id,
+            )
+            return JobWindow(None, None)
         run_command = client.run_command
     try:
         jobs = [parse_job(run_command(["scontrol", "show", "job", "-o", i])) for i in job_ids]

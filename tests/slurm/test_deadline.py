@@ -85,6 +85,14 @@ def test_no_answer_is_no_error() -> None:
     assert current_job_window(job(), refuse) == JobWindow(None, None)
 
 
+def test_a_container_without_scontrol_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert current_job_window(job()) == JobWindow(None, None)
+    assert "scontrol is missing, as in a container" in caplog.text
+
+
 @pytest.mark.parametrize("text", ["", "Unknown", "N/A", "soon"])
 def test_unknown_ends(text: str) -> None:
     assert parse_time(text) is None
