@@ -100,6 +100,16 @@ def test_a_dry_run_shows_the_answers_of_slurm(strict: None, tmp_path: Path) -> N
     assert "takes no jobs of QOS normal, only of gpu" in output
 
 
+def test_a_plan_that_rlinf_chose_is_accepted(strict: None, tmp_path: Path) -> None:
+    """Its pools name their time, which the cluster demands."""
+    own = [word for word in call(tmp_path) if not word.startswith("plan=")]
+    plan = tmp_path / "chosen.yaml"
+    rlinf("plan", *own, "--partition", "a100", "--execution", "pools", "--out", str(plan))
+    output = rlinf("submit", *own, f"plan={plan}", "--dry-run")
+    assert "  pool-0.sh: Job " in output
+    assert "refused" not in output
+
+
 @pytest.mark.timeout(600)
 def test_a_run_passes(strict: None, tiny_run: Path, tmp_path: Path) -> None:
     rlinf("submit", *call(tmp_path))
