@@ -97,6 +97,7 @@ def test_flash_attention_on_packed_rows_is_that_of_padded_ones(folder: Path, dev
 def test_other_trainers_update_as_fsdp2_on_a_cpu(name: str, device: str, tmp_path: Path) -> None:
     """A process in the trainer's environment, and back to FSDP2 in this one."""
     python, model = need_interpreter(name, device), tmp_path / "model"
+    model.mkdir()
     sizes = megatron.CausalLMConfig(**megatron.SIZES)
     CausalLM.create(sizes, megatron.ALPHABET, 0, model)
     metrics, found = megatron.run(
