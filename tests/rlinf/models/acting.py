@@ -22,6 +22,7 @@ from rlinf.envs.episode_runner import TRAJECTORY_NAMES
 from rlinf.envs.observations import encode_instruction
 from rlinf.sharded_tensors import local_shard
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.trainers.ranks import run_ranks
 
 SPEC: dict[str, Any] = {
     "observation": 5,
@@ -29,6 +30,42 @@ SPEC: dict[str, Any] = {
     "images": {"front": [16, 24], "wrist": [16, 24]},
 }
 TEXTS = ("reach", "push the block to the left")
+SHARED = """
+import sys
+from pathlib import Path
+import torch
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.config import OptimizerSection
+from rlinf.trainers.base import loss_from_steps
+from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
+from tests.rlinf.trainers.ranks import run_ranks
+from tests.rlinf.models.acting import rolled_out
+from {module} import {name}
+from {test} import SIZES
+
+folder, rank, config = Path(sys.argv[1]), int(sys.argv[2]), {name}.Config(**SIZES)
+records = rolled_out({name}, config, folder)
+
+def stepped(world):
+    options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0, max_tokens_per_microbatch=400)
+    policy = {name}.load(folder, config)
+    trainer = FSDPTrainer(policy, options, OptimizerSection(), world)
+    loss = loss_from_steps(
+        lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), dict())
+    )
+    trainer.step(records, loss, lr=1e-3)
+    return trainer.full_state_dict()
+
+shared = stepped(ProcessGroupInfo(rank, 2, rendezvous_file=folder / "channels" / "group-t.json"))
+alone, first = stepped(ProcessGroupInfo()), {name}.load(folder, config).module.state_dict()
+assert any(not torch.equal(first[n], t) for n, t in alone.items())
+assert alone.keys() == shared.keys() == first.keys()
+# Attention does not depend on biases of keys: their gradient is rounding, of either sign.
+names = [name for name in alone if not name.endswith("k_proj.bias")]
+wrong = [n for n in names if not torch.allclose(shared[n], alone[n], atol=1e-5)]
+assert not wrong, wrong
+print("ok")
+"""
 
 
 def stirred(policy: Any) -> None:
@@ -86,6 +123,11 @@ def trainer(cls: Any, config: Any, folder: Path, **options: Any) -> FSDPTrainer:
         OptimizerSection(lr=1e-3),
         ProcessGroupInfo(),
     )
+
+
+def assert_shares_learn_what_one_learns(cls: Any, test: str, folder: Path) -> None:
+    """Two processes that share a policy out learn what one learns; ``test`` has its sizes."""
+    run_ranks(SHARED.format(module=cls.__module__, name=cls.__name__, test=test), 2, folder)
 
 
 def rewarded(records: list[Trajectory]) -> list[TrainingSample]:

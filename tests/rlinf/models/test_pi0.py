@@ -121,6 +121,12 @@ def test_ways_of_training_have_the_same_loss_and_learn(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path, kind: str) -> None:
+    made(tmp_path, kind)
+    acting.assert_shares_learn_what_one_learns(POLICIES[kind], __name__, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_parts_learn_from_what_is_said_of_actions(tmp_path: Path, kind: str) -> None:
     policy = made(tmp_path, kind, noise_method="learned")
     batch = policy.collate(rolled_out(tmp_path, kind, noise_method="learned"))

@@ -19,7 +19,6 @@ from rlinf.models.smolvla_folder import SmolVLAConfig
 from rlinf.trainers.base import loss_from_steps
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC, request, stirred
-from tests.rlinf.trainers.ranks import run_ranks
 
 SIZES: dict[str, Any] = {
     "hidden": 32,
@@ -33,36 +32,6 @@ SIZES: dict[str, Any] = {
     "chunk_size": 4,
     "proprio_dim": 2,
 }
-SHARED = """
-import sys
-from pathlib import Path
-import torch
-from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.config import OptimizerSection
-from rlinf.models.smolvla import SmolVLAPolicy
-from rlinf.models.smolvla_folder import SmolVLAConfig
-from rlinf.trainers.base import loss_from_steps
-from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from tests.rlinf.models.test_smolvla import SIZES, rolled_out
-
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-records, config = rolled_out(folder), SmolVLAConfig(**SIZES)
-
-def stepped(world):
-    options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0, max_tokens_per_microbatch=400)
-    policy = SmolVLAPolicy.load(folder, config)
-    trainer = FSDPTrainer(policy, options, OptimizerSection(), world)
-    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
-    trainer.step(records, loss, lr=1e-3)
-    return trainer.full_state_dict()
-
-shared = stepped(ProcessGroupInfo(rank, 2, rendezvous_file=folder / "channels" / "group-t.json"))
-alone, first = stepped(ProcessGroupInfo()), SmolVLAPolicy.load(folder, config).module.state_dict()
-assert any(not torch.equal(first[n], t) for n, t in alone.items())
-assert alone.keys() == shared.keys() == first.keys()
-assert all(torch.allclose(shared[n], t, atol=1e-5) for n, t in alone.items())
-print("ok")
-"""
 PARTS = ("vision_model", "connector", "text_model", "lm_expert", "state_proj", "action_in_proj")
 
 
@@ -174,7 +143,7 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
 
 def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path) -> None:
     made(tmp_path)
-    run_ranks(SHARED, 2, tmp_path)
+    acting.assert_shares_learn_what_one_learns(SmolVLAPolicy, __name__, tmp_path)
 
 
 @pytest.mark.parametrize(
