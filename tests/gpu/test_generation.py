@@ -15,7 +15,8 @@ from rlinf.device_memory import DeviceMemoryManager
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.models.actor_critic import MLPPolicy
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from tests.gpu.devices import CUDA
 from tests.rlinf.engines import test_direct as direct
 

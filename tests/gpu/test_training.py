@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.gpu.devices import CUDA, need_interpreter, need_two
 from tests.rlinf.trainers import test_megatron as megatron
@@ -98,7 +99,7 @@ def test_other_trainers_update_as_fsdp2_on_a_cpu(name: str, device: str, tmp_pat
     """A process in the trainer's environment, and back to FSDP2 in this one."""
     python, model = need_interpreter(name, device), tmp_path / "model"
     model.mkdir()
-    sizes = megatron.CausalLMConfig(**megatron.SIZES)
+    sizes = CausalLMConfig(**megatron.SIZES)
     CausalLM.create(sizes, megatron.ALPHABET, 0, model)
     metrics, found = megatron.run(
         model, tmp_path / "out", "", 1, trainer=name, python=python, device=device
