@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.environments import need_environment
-from tests.golden.runs import PORTABLE, RUNS, WAYS, command, processor, recorded
+from tests.golden.runs import PORTABLE, RUNS, WAYS, command, cpu_field, recorded
 from tests.pipeline.helpers import contents, killed_until_it_ends, start_driver
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
@@ -30,7 +30,7 @@ def assert_recorded(name: str, root: Path) -> None:
     )
     assert not changed, (
         f"{name}: the contents of {changed} differ from tests/golden/digests.json (on "
-        f"{processor()}); if the change is intended, compare the values once and run "
+        f"{cpu_field('model name')}); if the change is intended, compare the values once and run "
         f"python -m tests.golden.record {name}"
     )
 
