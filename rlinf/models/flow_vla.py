@@ -18,13 +18,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import IMAGE_PREFIX
 from rlinf.data.trajectory import Trajectory
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import action_chunks, reset_mismatched_value_head
 from rlinf.models.action_expert import FlowVLANetwork, PrefixCache
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
@@ -305,6 +306,24 @@ def check_spec_kinds(name: str, spec: ModelSpec) -> None:
         raise ConfigError(
             f"model.name: {name} needs vector actions, and this task has discrete actions; "
             "choose model.name=cnn"
+        )
+
+
+def check_tokenizer_size(folder: Path, tokenizer: Tokenizer, size: int) -> None:
+    """Check that a network has an embedding for each token.
+
+    Args:
+        folder: The policy folder.
+        tokenizer: The tokenizer of prompts.
+        size: Number of embeddings.
+
+    Raises:
+        DataError: It has fewer.
+    """
+    if tokenizer.get_vocab_size() > size:
+        raise DataError(
+            f"model.path: {folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens and "
+            f"the model {size}; they do not belong together"
         )
 
 

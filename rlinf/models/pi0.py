@@ -32,6 +32,7 @@ from rlinf.models.flow_vla import (
     HEADS_FILE,
     FlowVLAPolicy,
     check_spec_kinds,
+    check_tokenizer_size,
     read_weights,
     write_weights,
 )
@@ -182,12 +183,7 @@ class Pi0Policy(FlowVLAPolicy):
             tokenizer = read_tokenizer(folder / TOKENIZER_FOLDER)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
-        vocabulary_size = len(tensors[TOKEN_EMBEDDINGS])
-        if tokenizer.get_vocab_size() > vocabulary_size:
-            raise DataError(
-                f"model.path: {folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens and "
-                f"the model {vocabulary_size}; they do not belong together"
-            )
+        check_tokenizer_size(folder, tokenizer, len(tensors[TOKEN_EMBEDDINGS]))
         return cls(module, folder, config, settings, tokenizer)
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
