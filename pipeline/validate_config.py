@@ -148,7 +148,8 @@ def warn_of_training_problems(config: RunConfig, sets: Mapping[str, SuiteSet]) -
         DataError: a file is missing or malformed.
     """
     from rlinf.data.json_lines import count_overlap
-    from rlinf.envs.problem_set import ProblemSetEnvironment, question_text
+    from rlinf.envs.chat_problems import question_text
+    from rlinf.envs.problem_set import ProblemSetEnvironment
     from rlinf.envs.suite import SETS_KEY, set_class
 
     environment, options = environment_class(config)

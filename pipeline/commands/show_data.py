@@ -16,7 +16,8 @@ from pipeline.console import create_console
 from pipeline.run import Run
 from rlinf.config import RunConfig, validate
 from rlinf.data.json_lines import JsonLinesFile
-from rlinf.envs.problem_set import ProblemSetEnvironment, RenderedDataset, RenderedProblem
+from rlinf.envs.problem_set import ProblemSetEnvironment, RenderedProblem
+from rlinf.envs.rendered_dataset import RenderedDataset
 from rlinf.errors import ConfigError
 from stages.factory import environment_class, policy_class
 

@@ -19,15 +19,9 @@ from rlinf.data.json_lines import JsonLinesFile
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import TaskSize
-from rlinf.envs.problem_set import (
-    ChatProblem,
-    LengthLimit,
-    ProblemSetConfig,
-    ProblemSetEnvironment,
-    RenderedDataset,
-    Split,
-    read_conversations,
-)
+from rlinf.envs.chat_problems import ChatProblem, read_conversations
+from rlinf.envs.problem_set import ProblemSetConfig, ProblemSetEnvironment, Split
+from rlinf.envs.rendered_dataset import LengthLimit, RenderedDataset
 from rlinf.errors import ConfigError, name_key_in_memory_errors
 from rlinf.models.base import ModelSpec
 from rlinf.models.chat_format import AssistantTurn, split_thought

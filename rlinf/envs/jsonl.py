@@ -12,14 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rlinf.config import Section
 from rlinf.data.trajectory import Trajectory, accepted_answers
-from rlinf.envs.problem_set import (
-    ChatProblem,
-    ProblemSet,
-    ProblemSetConfig,
-    ProblemSetEnvironment,
-    Split,
-    read_problems,
-)
+from rlinf.envs.chat_problems import ChatProblem, read_problems
+from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, ProblemSetEnvironment, Split
 from rlinf.envs.text_environment import RESERVED_INFO_KEYS
 from rlinf.errors import require_package
 from rlinf.models.base import ModelSpec

@@ -18,14 +18,8 @@ from pydantic import Field, field_validator
 
 from rlinf.data.json_lines import JsonLinesFile
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs.problem_set import (
-    ChatProblem,
-    ProblemSetConfig,
-    ProblemSetEnvironment,
-    Split,
-    question_text,
-    text_field,
-)
+from rlinf.envs.chat_problems import ChatProblem, question_text, text_field
+from rlinf.envs.problem_set import ProblemSetConfig, ProblemSetEnvironment, Split
 from rlinf.errors import DataError
 from rlinf.models.base import ModelSpec
 from rlinf.seeding import generator

@@ -20,7 +20,8 @@ from typing import Any
 from pydantic import Field
 
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs.problem_set import ChatProblem, ProblemSetConfig, ProblemSetEnvironment, Split
+from rlinf.envs.chat_problems import ChatProblem
+from rlinf.envs.problem_set import ProblemSetConfig, ProblemSetEnvironment, Split
 from rlinf.errors import ConfigError, did_you_mean, require_package
 from rlinf.models.base import ModelSpec
 

@@ -32,7 +32,7 @@ import numpy as np
 from rlinf.artifacts import sync_file
 from rlinf.data.json_lines import JsonLinesFile
 from rlinf.envs.arithmetic import is_test_question
-from rlinf.envs.problem_set import collapse_whitespace, text_field
+from rlinf.envs.chat_problems import collapse_whitespace, text_field
 from rlinf.errors import ConfigError, DataError, require_package
 from rlinf.seeding import generator
 

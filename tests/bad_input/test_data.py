@@ -12,7 +12,8 @@ import pytest
 from pipeline.validate_config import check_train_test_overlap, validate_config
 from rlinf.config import RunConfig, validate
 from rlinf.envs import environments
-from rlinf.envs.problem_set import ChatProblem, ProblemSetEnvironment
+from rlinf.envs.chat_problems import ChatProblem
+from rlinf.envs.problem_set import ProblemSetEnvironment
 from rlinf.errors import DataError
 from tests.bad_input.conftest import problems
 from tests.bad_input.door import GONE, Base, refused

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.commands.cli import app
-from rlinf.envs import problem_set
+from rlinf.envs import rendered_dataset
 from rlinf.errors import ConfigError, DataError
 from tests.pipeline.helpers import language_model, problem_file
 
@@ -75,7 +75,7 @@ def test_every_training_file_is_shown(model: Path, tmp_path: Path) -> None:
 def test_the_first_prompts_of_a_large_file_are_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(problem_set, "MEASURED_PROBLEMS", 4)
+    monkeypatch.setattr(rendered_dataset, "MEASURED_PROBLEMS", 4)
     train = problem_file(tmp_path / "train.jsonl", 6, start=50)
     text = shown(*words_of(model, tmp_path), f"task.train={train}", "--prompts", "6")
     assert "6 problems; the longest prompt of the first 4 has " in text

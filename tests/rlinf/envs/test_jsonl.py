@@ -15,10 +15,10 @@ import pytest
 from rlinf.channels.record_files import read_records, write_records
 from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs import problem_set
+from rlinf.envs import chat_problems, rendered_dataset
 from rlinf.envs.base import RolloutRequest
+from rlinf.envs.chat_problems import read_problems
 from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
-from rlinf.envs.problem_set import read_problems
 from rlinf.errors import DataError
 
 CHAT = (
@@ -88,8 +88,8 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return plain(self, problems, key)
 
     monkeypatch.setattr(JsonlEnvironment, "_render_problems", counted)
-    monkeypatch.setattr(problem_set, "RENDER_CHUNK", 3)
-    monkeypatch.setattr(problem_set, "MAX_CACHED_PROBLEMS", 2)
+    monkeypatch.setattr(rendered_dataset, "RENDER_CHUNK", 3)
+    monkeypatch.setattr(rendered_dataset, "MAX_CACHED_PROBLEMS", 2)
     return counts
 
 
@@ -113,8 +113,8 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     assert draw_questions(few) == found
     assert sum(rendered) > 2, "two are remembered, and the others rendered again"
     assert "q 3 " not in str(found)
-    monkeypatch.setattr(problem_set, "RENDER_CHUNK", 2048)
-    monkeypatch.setattr(problem_set, "MAX_CACHED_PROBLEMS", 4096)
+    monkeypatch.setattr(rendered_dataset, "RENDER_CHUNK", 2048)
+    monkeypatch.setattr(rendered_dataset, "MAX_CACHED_PROBLEMS", 4096)
     rendered.clear()
     every = JsonlEnvironment(config, Words())
     assert draw_questions(every) == found
@@ -127,7 +127,7 @@ def test_prompts_of_a_large_file_are_rendered_when_they_are_drawn(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(problem_set, "MEASURED_PROBLEMS", 5)
+    monkeypatch.setattr(rendered_dataset, "MEASURED_PROBLEMS", 5)
     config = long_rows(tmp_path / "p.jsonl")
     task = JsonlEnvironment(config, Words())
     assert sum(rendered) == 10, "five of each file are measured"
@@ -152,8 +152,8 @@ def test_prompts_of_a_large_file_are_rendered_when_they_are_drawn(
 def test_a_file_of_long_prompts_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_short: int
 ) -> None:
-    monkeypatch.setattr(problem_set, "MEASURED_PROBLEMS", 5)
-    monkeypatch.setattr(problem_set, "MAX_REDRAWS", 3)
+    monkeypatch.setattr(rendered_dataset, "MEASURED_PROBLEMS", 5)
+    monkeypatch.setattr(rendered_dataset, "MAX_REDRAWS", 3)
     config = long_rows(tmp_path / "p.jsonl", lambda i: i < 5 or i > last_short)
     with pytest.raises(
         DataError, match=r"task\.train: all first 5 problems, .*line 1 on, are longer"
@@ -384,7 +384,7 @@ def test_a_data_column_is_of_one_kind(tmp_path: Path, given: list[Any], carried:
 def test_a_late_text_in_a_column_of_numbers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(problem_set, "KIND_ROWS", 2)
+    monkeypatch.setattr(chat_problems, "KIND_ROWS", 2)
     path = tmp_path / "p.jsonl"
     rows = [{"question": "q", "answer": "4", "level": level} for level in (1, 2, "hard")]
     path.write_text("\n".join(map(json.dumps, rows)))

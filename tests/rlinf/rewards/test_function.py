@@ -19,7 +19,7 @@ from rlinf.artifacts import read_manifest
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs.problem_set import read_problems
+from rlinf.envs.chat_problems import read_problems
 from rlinf.errors import ConfigError, InputError, UserCodeError
 from rlinf.rewards.base import RewardResources
 from rlinf.rewards.function import FunctionReward, FunctionRewardConfig
