@@ -130,20 +130,21 @@ def run_episodes(
     live, version = np.arange(len(samples)), 0
     has_one_episode = request.split == "test" or request.group_size > 1
 
-    def reset(rows: np.ndarray) -> None:
+    def reset(rows: np.ndarray, *, starts_samples: bool = False) -> None:
         if len(rows):
             groups = recorder.groups[rows]
             # Test episodes use the simulator's list of initial states, if it has one.
             initial_states = groups.tolist() if request.split == "test" else None
             ordinals = request.group_ordinals(groups).tolist()
             env_ids, seeds = (first_env + rows).tolist(), recorder.seeds(rows)
-            recorder.reset(rows, envs.reset(env_ids, seeds, initial_states, ordinals))
+            options = {"starts_samples": starts_samples}
+            recorder.reset(rows, envs.reset(env_ids, seeds, initial_states, ordinals, **options))
 
     is_open = np.isin(samples, list(request.open_episodes or ()))
     if is_open.any():
         rows = live[is_open]
         recorder.resume(rows, *envs.restore((first_env + rows).tolist(), recorder.saved_states()))
-    reset(live[~is_open])
+    reset(live[~is_open], starts_samples=True)
     for time in range(request.horizon):
         if not len(live):
             break

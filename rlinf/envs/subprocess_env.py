@@ -153,8 +153,13 @@ class SubprocessVectorEnv:
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
         ordinals: Sequence[int] | None = None,
+        *,
+        starts_samples: bool = False,
     ) -> Arrays:
-        return wait_for_result(self.reset_async(env_ids, seeds, initial_states, ordinals))
+        options = {"starts_samples": starts_samples}
+        return wait_for_result(
+            self.reset_async(env_ids, seeds, initial_states, ordinals, **options)
+        )
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray) -> VectorStep:
         return wait_for_result(self.step_async(env_ids, actions))
@@ -184,12 +189,14 @@ class SubprocessVectorEnv:
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
         ordinals: Sequence[int] | None = None,
+        *,
+        starts_samples: bool = False,
     ) -> AsyncCall[Arrays]:
         """:meth:`reset` in two parts, between which other processes can be called."""
         self._num_envs = max(*env_ids, self._num_envs - 1, -1) + 1
         request: dict[str, Any] = {"method": "reset", "envs": list(env_ids), "seeds": list(seeds)}
         request |= {"initial_states": initial_states, "ordinals": ordinals}
-        request["min_envs"] = self._num_envs
+        request |= {"min_envs": self._num_envs, "starts_samples": starts_samples}
         _, observations = yield from self._begin_episodes(env_ids, request)
         return observations
 
@@ -341,11 +348,17 @@ class MultiProcessVectorEnv:
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
         ordinals: Sequence[int] | None = None,
+        *,
+        starts_samples: bool = False,
     ) -> Arrays:
         shares = self._shares(env_ids)
         calls = [
             p.reset_async(
-                ids, [seeds[k] for k in rows], _pick(initial_states, rows), _pick(ordinals, rows)
+                ids,
+                [seeds[k] for k in rows],
+                _pick(initial_states, rows),
+                _pick(ordinals, rows),
+                starts_samples=starts_samples,
             )
             for p, rows, ids in shares
         ]

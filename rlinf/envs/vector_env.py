@@ -111,6 +111,8 @@ class SyncVectorEnv:
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
         ordinals: Sequence[int] | None = None,
+        *,
+        starts_samples: bool = False,
     ) -> Arrays:
         """Begin episodes; return observations by name, ``[n, ...]``.
 
@@ -124,6 +126,8 @@ class SyncVectorEnv:
                 have a list of them; by default the seeds determine the states.
             ordinals: running numbers of the groups (:meth:`RolloutRequest.group_ordinals`), which
                 select tasks in rotation, if there are several.
+            starts_samples: the episodes are the first ones of their samples; used by
+                :class:`BatchedVectorEnv`.
         """
         if self._single_instance and max(env_ids, default=0):
             raise InvalidEnvConfig(
@@ -448,8 +452,10 @@ class BatchedVectorEnv:
         seeds: Sequence[int],
         initial_states: Sequence[int] | None = None,
         ordinals: Sequence[int] | None = None,
+        *,
+        starts_samples: bool = False,
     ) -> Arrays:
-        """Begin episodes as :class:`SyncVectorEnv` does; the last two arguments are ignored.
+        """Begin episodes as :class:`SyncVectorEnv` does, without initial states and tasks.
 
         An environment whose observation is not finite is reset once more. If the second observation
         is not finite either, its episode is lost.
@@ -470,7 +476,7 @@ class BatchedVectorEnv:
             self.close()
             self._env = self._create(max(count, self._num_envs))
             self._num_envs = self._env.count
-        observations = self._reset_envs(env_ids, seeds)
+        observations = self._reset_envs(env_ids, seeds, starts_samples=starts_samples)
         if failed := list(find_non_finite(observations)):
             retried = self._reset_envs(
                 [env_ids[row] for row in failed], [seeds[row] for row in failed]
@@ -545,8 +551,12 @@ class BatchedVectorEnv:
             **prefix_observations({n: c[ids] for n, c in self._last_observations.items()}),
         }, errors
 
-    def _reset_envs(self, env_ids: Sequence[int], seeds: Sequence[int]) -> Arrays:
+    def _reset_envs(
+        self, env_ids: Sequence[int], seeds: Sequence[int], *, starts_samples: bool = False
+    ) -> Arrays:
         try:
+            if starts_samples and hasattr(self._env, "start_samples"):
+                self._env.start_samples(list(env_ids), list(seeds))
             return self._read(self._env.reset(list(env_ids), list(seeds)))
         except InvalidEnvConfig:
             raise
@@ -618,7 +628,7 @@ def serve(connection: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEn
             if isinstance(envs, BatchedVectorEnv):
                 envs.min_envs = request["min_envs"]
             arguments = (request[name] for name in ("envs", "seeds", "initial_states", "ordinals"))
-            observations = envs.reset(*arguments)
+            observations = envs.reset(*arguments, starts_samples=request["starts_samples"])
             connection.send(
                 {"step_info_keys": list(envs.step_info_keys)}, prefix_observations(observations)
             )

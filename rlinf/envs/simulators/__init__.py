@@ -38,7 +38,10 @@ Flags of a module:
   ``[n, ...]``: an array, or ``state`` and images by name. ``step(actions)`` with ``[count, A]``
   returns the observations of all environments, their rewards, and whether each terminated, was
   truncated, and succeeded, ``[count]`` each. The observation of an episode that ended is its last
-  one, not the first one of the next episode;
+  one, not the first one of the next episode. A simulator that seeds its environments only when it
+  is created has ``start_samples(numbers, seeds)`` too, which is called before the reset of the
+  first episodes of samples. It makes the following episodes of each environment depend on its seed
+  alone, and later resets may ignore their seeds;
 - ``NONDETERMINISTIC = True``: as in Gymnasium, resets with equal seeds may begin in different
   states. Runs with groups are rejected, because the samples of a group must begin in the same
   state;
@@ -55,6 +58,7 @@ simulators = Registry(
     {
         "behavior": "rlinf.envs.simulators.behavior:make",
         "calvin": "rlinf.envs.simulators.calvin:make",
+        "envpool": "rlinf.envs.simulators.envpool:make",
         "franka": "rlinf.envs.simulators.franka:make",
         "genesis": "rlinf.envs.simulators.genesis:make",
         "gymnasium": "rlinf.envs.simulators.gymnasium:make",
