@@ -47,6 +47,10 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     torch.bfloat16 = torch.float32
     module: Any = importlib.import_module("lerobot.policies.wall_x.modeling_wall_x")
     features: Any = importlib.import_module("lerobot.configs.types")
+    vision: Any = importlib.import_module(
+        "lerobot.policies.wall_x.qwen_model.configuration_qwen2_5_vl"
+    )
+    vision.Qwen2_5_VLVisionConfig.initializer_range = 0.02
     module.RESOLUTION = -1
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "vlm" / "tokenizer.json"), pad_token="<pad>"
@@ -60,6 +64,8 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     def build(**_: Any) -> Any:
         config = module.Qwen2_5_VLConfig.from_pretrained(folder / "vlm")
         config._attn_implementation = "eager"
+        # The head is not used; this version cannot tie it with this version of transformers.
+        config.tie_word_embeddings = False
         return network_class(config, processor=processor)
 
     network_class.from_pretrained = build
@@ -74,7 +80,6 @@ def loaded(folder: Path) -> tuple[Any, Any]:
         }
     policy = module.WallXPolicy(module.WallXConfig(device="cpu", **values))
     missing, unexpected = policy.load_state_dict(load_file(folder / "model.safetensors"), False)
-    # It is tied to the embeddings.
     assert missing == ["model.lm_head.weight"], missing
     assert not unexpected, unexpected
     return module, policy.eval()
