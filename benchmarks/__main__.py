@@ -103,6 +103,7 @@ ROWS = {
     "node_copy_buffers_mib": "node_copy_memory",
     "logprob_memory_ratio": "logprob_memory",
     "lora_memory_ratio": "lora_memory",
+    "vla_step_memory_ratio": "vla_step_memory",
     "fsdp2_scaling": "scaling",
     "zero2_scaling": "scaling",
     "megatron_tp2_scaling": "scaling",

@@ -499,6 +499,64 @@ def goal_of(row: dict[str, Any]) -> str:
     return f"{'≥' if up else '≤'} {row['goal']:g}: {'reached' if reached else 'missed'}"
 
 
+OPENVLA_PARAMETERS = 7_541_237_184
+"""Numbers in the tensors of openvla-7b."""
+LORA_RANK = 16
+
+
+def vla_memory() -> str:
+    """Return the table of memory of published policies, from networks on the meta device."""
+    text = (DATA / "vla-memory.md").read_text()
+    text += (
+        "\n| policy | parameters | bfloat16 | float32 | all weights trained | adapters trained |\n"
+    )
+    text += "|---|---|---|---|---|---|\n"
+    for name, (parameters, adapters) in published_sizes().items():
+        sizes = [2 * parameters, 4 * parameters, 16 * parameters]
+        cells = [f"{size / 2**30:.1f}" for size in sizes]
+        cells.append(f"{(4 * parameters + 16 * adapters) / 2**30:.1f}" if adapters else "")
+        text += f"| {name} | {parameters / 1e9:.2f} B | {' | '.join(cells)} |\n"
+    return text
+
+
+def published_sizes() -> dict[str, tuple[int, int]]:
+    """Return the number of parameters, and of adapters of rank 16 on the linear layers of all
+    blocks, for each published policy; 0 adapters if the network is not built."""
+    import torch
+
+    from rlinf.models.pi0_folder import DEFAULTS, KIND_DEFAULTS, network_sizes
+    from rlinf.models.pi0_network import PiFlowMatching
+    from rlinf.models.wall_oss_folder import PUBLISHED_NETWORK
+    from rlinf.models.wall_oss_network import WallModel
+
+    sizes = {}
+    with torch.device("meta"):
+        for kind in ("pi0", "pi05"):
+            settings = {"type": kind, **DEFAULTS, **KIND_DEFAULTS[kind]}
+            sizes[f"`{kind}`"] = PiFlowMatching(settings, network_sizes(settings))
+        sizes["`wall_oss`"] = WallModel(PUBLISHED_NETWORK)
+    found = {name: (count(module), LORA_RANK * widths(module)) for name, module in sizes.items()}
+    return {**found, "`vla` (OpenVLA)": (OPENVLA_PARAMETERS, 0)}
+
+
+def count(module: Any) -> int:
+    """Return the number of trained parameters of a network."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def widths(module: Any) -> int:
+    """Return the sum of input and output sizes of the linear layers in the blocks of a network."""
+    from torch import nn
+
+    linears = (
+        m for n, m in module.named_modules() if isinstance(m, nn.Linear) and IN_BLOCK.search(n)
+    )
+    return sum(linear.in_features + linear.out_features for linear in linears)
+
+
+IN_BLOCK = re.compile(r"(layers|blocks)\.\d+\.")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/configuration.md": configuration,
     "reference/config-plan.md": plan,
@@ -508,6 +566,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/run-folder.md": run_folder,
     "reference/metrics.md": metrics,
     "reference/api.md": api,
+    "reference/vla-memory.md": vla_memory,
     "explanation/figures.md": figures,
 }
 

@@ -16,6 +16,7 @@ policies = Registry(
         "pi05": "rlinf.models.pi0:Pi05Policy",
         "smolvla": "rlinf.models.smolvla:SmolVLAPolicy",
         "vla": "rlinf.models.vla:VLAPolicy",
+        "wall_oss": "rlinf.models.wall_oss:WallOSSPolicy",
     },
     base="rlinf.models.base:Policy",
 )

@@ -39,6 +39,8 @@ class PrefixCache:
     """Hidden states that represent the whole prefix, for the value head, ``[n, width]``."""
     state: Tensor | None = None
     """The normalized state ``[n, max_state_dim]`` if it is not part of the prefix."""
+    shift: int = 0
+    """Rotary position of the first action minus the number of valid positions of the prefix."""
 
 
 class AdaptiveNorm(nn.Module):
@@ -93,7 +95,7 @@ class ExpertLayer(nn.Module):
         self,
         hidden: Tensor,
         positions: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         prefix: KeyValues | None = None,
         condition: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,13 +104,13 @@ class ExpertLayer(nn.Module):
         Args:
             hidden: ``[n, L, width]``.
             positions: ``[n, L]``.
-            mask: Attention mask bool ``[n, 1, L, S]`` over prefix and hidden states.
+            mask: Attention mask bool ``[n, 1, L, S]`` over prefix and hidden states; None: causal.
             prefix: Keys and values of the other model.
             condition: The condition of adaptive norms (:class:`AdaptiveNorm`).
         """
         attention = self.self_attn
         inputs, gate = normalize(self.input_layernorm, hidden, condition)
-        queries = apply_rope(self._split_heads(attention.q_proj(inputs)), positions)
+        queries = self._rotate(self._split_heads(attention.q_proj(inputs)), positions)
         if self.is_cross_attention:
             assert prefix is not None
             flat = (states.transpose(1, 2).flatten(2) for states in prefix)
@@ -118,16 +120,23 @@ class ExpertLayer(nn.Module):
                 for project, states in zip(projections, flat, strict=True)
             )
         else:
-            keys = apply_rope(self._split_heads(attention.k_proj(inputs)), positions)
+            keys = self._rotate(self._split_heads(attention.k_proj(inputs)), positions)
             values = self._split_heads(attention.v_proj(inputs))
             if prefix is not None:
                 keys, values = torch.cat([prefix[0], keys], 2), torch.cat([prefix[1], values], 2)
-        attended = grouped_query_attention(queries, keys, values, mask)
+        attended = grouped_query_attention(queries, keys, values, mask, is_causal=mask is None)
         branch = attention.o_proj(attended.transpose(1, 2).flatten(2))
         hidden = hidden + (branch if gate is None else gate * branch)
         inputs, gate = normalize(self.post_attention_layernorm, hidden, condition)
-        branch = self.mlp(inputs)
+        branch = self._feed_forward(inputs, has_prefix=prefix is not None)
         return hidden + (branch if gate is None else gate * branch), keys, values
+
+    def _rotate(self, states: Tensor, positions: Tensor) -> Tensor:
+        return apply_rope(states, positions)
+
+    def _feed_forward(self, inputs: Tensor, *, has_prefix: bool) -> Tensor:
+        result: Tensor = self.mlp(inputs)
+        return result
 
     def _split_heads(self, states: Tensor) -> Tensor:
         size = self.self_attn.head_dim
@@ -149,8 +158,13 @@ def apply_rope(states: Tensor, positions: Tensor) -> Tensor:
     L]``."""
     half = states.shape[-1] // 2
     exponents = torch.arange(half, device=states.device) * (2 / states.shape[-1])
-    angles = (positions[..., None] / ROPE_THETA**exponents)[:, None]
-    sin, cos = angles.sin(), angles.cos()
+    return rotate(states, positions[..., None] / ROPE_THETA**exponents)
+
+
+def rotate(states: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the two halves of ``[n, heads, L, head_dim]`` by angles ``[n, L, head_dim / 2]``."""
+    half = states.shape[-1] // 2
+    sin, cos = angles[:, None].sin(), angles[:, None].cos()
     first, second = states[..., :half].float(), states[..., half:].float()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(states.dtype)
 
@@ -174,6 +188,18 @@ def resize_with_padding(images: Tensor, width: int, height: int, *, center: bool
         images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
     right, below = ((width - size[1] + 1) // 2, (height - size[0] + 1) // 2) if center else (0, 0)
     return F.pad(images, (width - size[1] - right, right, height - size[0] - below, below))
+
+
+def suffix_mask(prefix: PrefixCache, visible: Tensor) -> Tensor:
+    """Return the attention mask of an expert, bool ``[n, 1, L, P + L]``.
+
+    Args:
+        prefix: The prefix, whose valid positions all positions of the expert attend to.
+        visible: Whether positions of the expert attend to each other, ``[L, L]``.
+    """
+    count, length = len(prefix.mask), len(visible)
+    prefix_mask = prefix.mask[:, None, None].expand(-1, 1, length, -1)
+    return torch.cat([prefix_mask, visible.expand(count, 1, -1, -1)], -1)
 
 
 class FlowVLANetwork(nn.Module):

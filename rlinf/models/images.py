@@ -25,6 +25,11 @@ PIXELS_COLUMN, SIZES_COLUMN = "pixels", "image_sizes"
 """Column names: the flattened images ``[height, width, 3]`` of a prompt, concatenated, uint8
 ``[N]``; and height and width of each image, int64 ``[n, 2]``."""
 PREPROCESSOR_FILE = "preprocessor_config.json"
+STORED_OPTIONS = (
+    *("patch_size", "merge_size", "temporal_patch_size"),
+    *("image_mean", "image_std", "rescale_factor"),
+)
+"""Entries of that file that are fields of :class:`ImageProcessor`."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,12 @@ class ImageProcessor:
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"model.path: {path} or config.json is malformed ({error!r})") from None
+
+    def to_settings(self) -> dict[str, Any]:
+        """Return the content of ``preprocessor_config.json``."""
+        values = {name: getattr(self, name) for name in STORED_OPTIONS}
+        sizes = {"shortest_edge": self.token_side**2, "longest_edge": self.max_pixels}
+        return {"image_processor_type": "Qwen2VLImageProcessor", **values, "size": sizes}
 
     @property
     def token_side(self) -> int:

@@ -34,6 +34,8 @@ STATE_FEATURE, ACTION_FEATURE = "observation.state", "action"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
 """LeRobot's names of features, processors and normalization steps."""
+VLM_FOLDER = "vlm"
+"""Subfolder with the ``config.json`` and tokenizer that LeRobot loads by name from the hub."""
 EPS = 1e-8
 """Constant against division by zero."""
 MEAN_STD = "MEAN_STD"
@@ -236,7 +238,7 @@ def write_processors(
     settings: Mapping[str, Any],
     statistics: FeatureStatistics,
     prompt: Mapping[str, Any],
-    tokenizer: Mapping[str, Any],
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> None:
     """Write both processors of a new policy in LeRobot's format.
 
@@ -245,17 +247,20 @@ def write_processors(
         settings: Its ``config.json``.
         statistics: Statistics of states and actions.
         prompt: The step that makes the prompt of the instruction (and perhaps the state).
-        tokenizer: Name and padding of the tokenizer.
+        tokenizer: Name and padding of the tokenizer; None: the policy itself tokenizes.
     """
     inputs, outputs = settings["input_features"], settings["output_features"]
     normalization = {"eps": EPS, "norm_map": settings["normalization_mapping"]}
-    tokenizer = {
-        "max_length": settings["tokenizer_max_length"],
-        "task_key": "task",
-        "padding_side": "right",
-        "truncation": True,
-        **tokenizer,
-    }
+    tokenize: list[dict[str, Any]] = []
+    if tokenizer is not None:
+        options = {
+            "max_length": settings["tokenizer_max_length"],
+            "task_key": "task",
+            "padding_side": "right",
+            "truncation": True,
+            **tokenizer,
+        }
+        tokenize = [{"registry_name": "tokenizer_processor", "config": options}]
     device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
     steps: dict[str, list[dict[str, Any]]] = {
         PREPROCESSOR: [
@@ -266,7 +271,7 @@ def write_processors(
                 "config": {**normalization, "features": {**inputs, **outputs}},
             },
             dict(prompt),
-            {"registry_name": "tokenizer_processor", "config": tokenizer},
+            *tokenize,
             device,
         ],
         POSTPROCESSOR: [
@@ -332,6 +337,25 @@ def map_cameras(settings: Mapping[str, Any], camera_map: Mapping[str, str]) -> d
     ]
     used = [name for name in names if not camera_map or name in camera_map]
     return {name: camera_map.get(name, name) for name in used}
+
+
+def locate_vlm(
+    folder: Path, settings: Mapping[str, Any], vlm_path: Path | None
+) -> tuple[Path, str]:
+    """Return the folder of a policy's vision-language model and its configuration key.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    if vlm_path is not None:
+        return vlm_path.expanduser(), "model.vlm_path"
+    if not (folder / VLM_FOLDER).is_dir():
+        name = settings.get("vlm_model_name") or settings.get("pretrained_name_or_path")
+        raise DataError(
+            f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds "
+            f"config.json and tokenizer.json of {name}"
+        )
+    return folder / VLM_FOLDER, "model.path"
 
 
 def feature_size(settings: Mapping[str, Any], feature: str) -> int:

@@ -25,6 +25,7 @@ from rlinf.models.action_expert import (
     normalize,
     resize_with_padding,
     sinusoidal_time_embedding,
+    suffix_mask,
 )
 
 
@@ -176,13 +177,7 @@ class PiNetwork(FlowVLANetwork):
         is_action = position >= size - length
         # The state, if there is one, does not attend to the actions.
         visible = (tau_index[:, None] == tau_index) & (is_action[:, None] | ~is_action)
-        mask = torch.cat(
-            [
-                prefix.mask[:, None, None].expand(-1, 1, len(index), -1),
-                visible.expand(count, 1, -1, -1),
-            ],
-            -1,
-        )
+        mask = suffix_mask(prefix, visible)
         positions = prefix.mask.sum(1, keepdim=True) + position
         hidden = hidden.flatten(1, 2)
         for layer, key_values in zip(expert["layers"], prefix.layers, strict=True):

@@ -151,20 +151,8 @@ class Qwen25VL(CausalLM):
             model_class: Any = Qwen2_5_VLForConditionalGeneration
             module = model_class._from_config(settings, dtype=torch.float32)
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
-        defaults = ImageProcessor(image_token_id=0, suppressed_token_ids=())
-        values = {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": config.patch_size,
-            "merge_size": defaults.merge_size,
-            "temporal_patch_size": defaults.temporal_patch_size,
-            "image_mean": defaults.image_mean,
-            "image_std": defaults.image_std,
-            "rescale_factor": defaults.rescale_factor,
-            "size": {
-                "shortest_edge": (2 * config.patch_size) ** 2,
-                "longest_edge": defaults.max_pixels,
-            },
-        }
+        processor = ImageProcessor(0, (), patch_size=config.patch_size)
+        values = processor.to_settings()
         (folder / PREPROCESSOR_FILE).write_text(json.dumps(values, indent=1))
 
     def collate(self, trajectories: Sequence[Trajectory]) -> Batch:

@@ -35,18 +35,18 @@ from rlinf.models.flow_vla import (
 )
 from rlinf.models.hf_folder import WEIGHTS_FILE, check_weight_files, copy_non_weight_files
 from rlinf.models.lerobot_folder import (
+    VLM_FOLDER,
     action_normalizer,
     copy_processors,
+    locate_vlm,
     new_statistics,
     read_statistics,
     replace_statistics,
     state_normalizer,
 )
 from rlinf.models.smolvla_folder import (
-    VLM_FOLDER,
     SmolVLAConfig,
     check_smolvla_task,
-    locate_vlm,
     new_policy_config,
     new_vlm_config,
     read_policy_config,

@@ -22,6 +22,7 @@ from rlinf.models.action_expert import (
     PrefixCache,
     resize_with_padding,
     sinusoidal_time_embedding,
+    suffix_mask,
 )
 from rlinf.models.loading import disable_dropout
 
@@ -163,7 +164,7 @@ class SmolVLANetwork(FlowVLANetwork):
         tau_index, action_index = index // length, index % length
         causal_mask = (tau_index[:, None] == tau_index) & (action_index[:, None] >= action_index)
         prefix_mask = prefix.mask[:, None, None].expand(-1, 1, num_fractions * length, -1)
-        full_mask = torch.cat([prefix_mask, causal_mask.expand(count, 1, -1, -1)], -1)
+        full_mask = suffix_mask(prefix, causal_mask)
         prefix_length = prefix.mask.sum(1, keepdim=True)
         for layer, key_values in zip(expert["layers"], prefix.layers, strict=True):
             # As in LeRobot, positions of cross-attention layers start at 0.
