@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class FlowVLAPolicy(Policy):
     provides = frozenset({SINGLE_PASS_ACTIONS, VALUE_ESTIMATES})
     parameter_groups = ("policy", "value")
     has_independent_steps = True
+    has_padding_loss: ClassVar[bool] = True
+    """Whether padding components of actions are part of the imitation loss."""
     module: FlowVLANetwork
 
     def __init__(
@@ -263,14 +265,17 @@ class FlowVLAPolicy(Policy):
 
         The loss is the squared error of the velocity (arXiv 2210.02747, eq. 14).
         As in LeRobot, noise fractions follow ``Beta(1.5, 1)``, so most are near 1 (noise). The
-        errors of padding dimensions are distributed equally over the other dimensions.
+        errors of padding dimensions, if they count, are distributed equally over the others.
         """
         tau = 0.001 + 0.999 * columns["uniform"][:, None] ** (1 / 1.5)
         weight, noise, actions = tau[..., None], columns["noise"], columns["actions"]
         points = weight * noise + (1 - weight) * actions
         velocity, _, values = self.module(*self._inputs(columns, points[:, None], tau))
         errors, size = (velocity[:, 0] - (noise - actions)).square(), self.action_shape[1]
-        return errors[..., :size] + errors[..., size:].sum(-1, keepdim=True) / size, values
+        losses = errors[..., :size]
+        if self.has_padding_loss:
+            losses = losses + errors[..., size:].sum(-1, keepdim=True) / size
+        return losses, values
 
     def to_actions(self, points: Tensor, observations: Tensor) -> Tensor:
         """Return the executed actions ``[n, C, D]`` in the simulator's units, float32.

@@ -24,8 +24,9 @@ from torch import Tensor
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import ActionBox, ValueLevel
 from rlinf.models.base import ModelSpec
+from rlinf.models.character_tokenizer import TOKENIZER_FILE
 from rlinf.models.denoising import DenoisingConfig
-from rlinf.models.hf_folder import copy_non_weight_files
+from rlinf.models.hf_folder import check_links, copy_non_weight_files, read_json_object
 from rlinf.safetensors_io import load_tensors
 from rlinf.verified_io import copy_file, read_text
 
@@ -34,6 +35,8 @@ STATE_FEATURE, ACTION_FEATURE = "observation.state", "action"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
 """LeRobot's names of features, processors and normalization steps."""
+VLM_FOLDER = "vlm"
+"""Subfolder with ``config.json`` and tokenizer of the vision-language model."""
 EPS = 1e-8
 """Constant against division by zero."""
 MEAN_STD = "MEAN_STD"
@@ -250,7 +253,7 @@ def write_processors(
     inputs, outputs = settings["input_features"], settings["output_features"]
     normalization = {"eps": EPS, "norm_map": settings["normalization_mapping"]}
     tokenizer = {
-        "max_length": settings["tokenizer_max_length"],
+        "max_length": settings.get("tokenizer_max_length"),
         "task_key": "task",
         "padding_side": "right",
         "truncation": True,
@@ -456,6 +459,48 @@ def check_sections(settings: Mapping[str, Any], path: Path) -> None:
     for feature, key in ((STATE_FEATURE, "input_features"), (ACTION_FEATURE, "output_features")):
         if feature not in settings[key]:
             raise DataError(f"model.path: {path}: {key} has no {feature}")
+
+
+def locate_vlm(
+    folder: Path, settings: Mapping[str, Any], vlm_path: Path | None
+) -> tuple[Path, str]:
+    """Return the folder of a policy's vision-language model and its configuration key.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    if vlm_path is not None:
+        return vlm_path.expanduser(), "model.vlm_path"
+    if not (folder / VLM_FOLDER).is_dir():
+        raise DataError(
+            f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds "
+            f"config.json and tokenizer.json of {settings.get('vlm_model_name')}"
+        )
+    return folder / VLM_FOLDER, "model.path"
+
+
+def read_vlm_config(folder: Path, key: str, types: Sequence[str]) -> dict[str, Any]:
+    """Read the ``config.json`` of a vision-language model.
+
+    Args:
+        key: The configuration key, for error messages.
+        types: Supported types of the model.
+
+    Raises:
+        DataError: The file is missing, or the model has another type.
+    """
+    settings = read_json_object(folder / "config.json", key)
+    check_links(folder)
+    if (kind := settings.get("model_type")) not in types:
+        raise DataError(f"{key}: {folder} is a {kind!r} model, not {types[0]!r}")
+    for name in ("vision_config", "text_config"):
+        if not isinstance(settings.get(name), dict):
+            raise DataError(f"{key}: {folder}/config.json has no {name}")
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"{key}: {folder} has no {TOKENIZER_FILE}; copy it from that model's folder"
+        )
+    return settings
 
 
 def copy_processors(source: Path, folder: Path) -> None:

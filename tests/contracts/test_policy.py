@@ -60,6 +60,7 @@ SMALL["pi0"] = {
     "expert_intermediate": 48,
 }
 SMALL["pi05"] = SMALL["pi0"]
+SMALL["gr00t"] = {**SMALL["smolvla"], "image_size": 40, "expert_hidden": 24}
 SPECS: dict[str, dict[str, Any]] = {
     "tokens": {"alphabet": "0123456789+="},
     "discrete": {
@@ -75,7 +76,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 NUMBERED = ("mylab.policy:Linear",)
 """Those whose actions are numbers alone."""
-VECTORS = ("mlp_q", "vla", "flow", "smolvla", "pi0", "pi05")
+VECTORS = ("mlp_q", "vla", "flow", "smolvla", "pi0", "pi05", "gr00t")
 """Those whose actions are vectors alone."""
 
 

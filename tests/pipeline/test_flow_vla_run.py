@@ -48,6 +48,7 @@ SMALL = [
 ]
 
 
+GR00T = ["model=gr00t", "model.expert_hidden=24"]
 PI = ["model.head_dim=8", "model.expert_hidden=24", "model.expert_intermediate=48"]
 
 
@@ -58,8 +59,9 @@ PI = ["model.head_dim=8", "model.expert_hidden=24", "model.expert_intermediate=4
         ("metaworld_smolvla", [], ("connector", "text_model", "lm_expert", "state_proj")),
         ("metaworld_pi05", PI, ("multi_modal_projector", "language_model", "norm.dense")),
         ("metaworld_pi05", [*PI, "model=pi0"], ("language_model", "gemma_expert", "state_proj")),
+        ("metaworld_pi05", GR00T, ("language_model", "transformer_blocks", "state_encoder")),
     ],
-    ids=["smolvla", "pi05", "pi0"],
+    ids=["smolvla", "pi05", "pi0", "gr00t"],
 )
 def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
     compose: Compose, experiment: str, further: list[str], parts: tuple[str, ...]
