@@ -92,6 +92,10 @@ COLUMNS = {
             "model.denoising_steps=2",
         ),
     ),
+    "gr00t": PolicyTaskColumn(
+        "`gr00t`: pictures and words",
+        ("model=gr00t", *WITH_IMAGES, "model.expert_hidden=16", "model.denoising_steps=2"),
+    ),
     "mlp_q": PolicyTaskColumn(
         "`mlp_q`: vectors",
         ("model=mlp_q", *PENDULUM, "model.critic_hidden=[16]"),

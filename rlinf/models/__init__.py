@@ -9,6 +9,7 @@ policies = Registry(
         "causal_lm_critic": "rlinf.models.causal_lm_critic:CausalLMCritic",
         "cnn": "rlinf.models.actor_critic:CNNPolicy",
         "flow": "rlinf.models.flow_policy:FlowPolicy",
+        "gr00t": "rlinf.models.gr00t:Gr00tPolicy",
         "qwen2_5_vl": "rlinf.models.qwen2_5_vl:Qwen25VL",
         "mlp": "rlinf.models.actor_critic:MLPPolicy",
         "mlp_q": "rlinf.models.tanh_normal_q:MLPQPolicy",

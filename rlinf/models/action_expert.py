@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +178,24 @@ def sinusoidal_time_embedding(
     periods = min_period * (max_period / min_period) ** fractions
     angles = tau.double()[..., None] * (2 * math.pi / periods)
     return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def siglip_tower(sizes: Mapping[str, Any]) -> Any:
+    """Return a SigLIP vision tower of transformers without pooling head and dropout.
+
+    Args:
+        sizes: Entries of its configuration.
+    """
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    fixed = {"vision_use_head": False, "attention_dropout": 0.0}
+    config = SiglipVisionConfig(**{"hidden_act": "gelu_pytorch_tanh", **sizes, **fixed})
+    tower_class: Any = SiglipVisionModel
+    tower = tower_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    # The positions are a constant, which a network on the meta device would lack.
+    positions = torch.arange(tower.embeddings.num_positions, device="cpu")
+    tower.embeddings.register_buffer("position_ids", positions[None], persistent=False)
+    return tower
 
 
 def resize_with_padding(images: Tensor, width: int, height: int, *, center: bool = False) -> Tensor:

@@ -24,8 +24,9 @@ from torch import Tensor
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import ActionBox, ValueLevel
 from rlinf.models.base import ModelSpec
+from rlinf.models.character_tokenizer import TOKENIZER_FILE
 from rlinf.models.denoising import DenoisingConfig
-from rlinf.models.hf_folder import copy_non_weight_files
+from rlinf.models.hf_folder import check_links, copy_non_weight_files, read_json_object
 from rlinf.safetensors_io import load_tensors
 from rlinf.verified_io import copy_file, read_text
 
@@ -35,7 +36,7 @@ PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
 """LeRobot's names of features, processors and normalization steps."""
 VLM_FOLDER = "vlm"
-"""Subfolder with the ``config.json`` and tokenizer that LeRobot loads by name from the hub."""
+"""Subfolder with ``config.json`` and tokenizer of the vision-language model."""
 EPS = 1e-8
 """Constant against division by zero."""
 MEAN_STD = "MEAN_STD"
@@ -254,7 +255,7 @@ def write_processors(
     tokenize: list[dict[str, Any]] = []
     if tokenizer is not None:
         options = {
-            "max_length": settings["tokenizer_max_length"],
+            "max_length": settings.get("tokenizer_max_length"),
             "task_key": "task",
             "padding_side": "right",
             "truncation": True,
@@ -480,6 +481,30 @@ def check_sections(settings: Mapping[str, Any], path: Path) -> None:
     for feature, key in ((STATE_FEATURE, "input_features"), (ACTION_FEATURE, "output_features")):
         if feature not in settings[key]:
             raise DataError(f"model.path: {path}: {key} has no {feature}")
+
+
+def read_vlm_config(folder: Path, key: str, types: Sequence[str]) -> dict[str, Any]:
+    """Read the ``config.json`` of a vision-language model.
+
+    Args:
+        key: The configuration key, for error messages.
+        types: Supported types of the model.
+
+    Raises:
+        DataError: The file is missing, or the model has another type.
+    """
+    settings = read_json_object(folder / "config.json", key)
+    check_links(folder)
+    if (kind := settings.get("model_type")) not in types:
+        raise DataError(f"{key}: {folder} is a {kind!r} model, not {types[0]!r}")
+    for name in ("vision_config", "text_config"):
+        if not isinstance(settings.get(name), dict):
+            raise DataError(f"{key}: {folder}/config.json has no {name}")
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"{key}: {folder} has no {TOKENIZER_FILE}; copy it from that model's folder"
+        )
+    return settings
 
 
 def copy_processors(source: Path, folder: Path) -> None:

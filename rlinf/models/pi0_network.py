@@ -24,6 +24,7 @@ from rlinf.models.action_expert import (
     PrefixCache,
     normalize,
     resize_with_padding,
+    siglip_tower,
     sinusoidal_time_embedding,
     suffix_mask,
 )
@@ -33,22 +34,11 @@ class PaliGemma(nn.Module):
     """A vision tower, a projector to the width of the text, and a language model without head."""
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
-        from transformers import SiglipVisionConfig, SiglipVisionModel
-
         super().__init__()
-        vision = SiglipVisionConfig(
-            **sizes["vision"], hidden_act="gelu_pytorch_tanh", vision_use_head=False
-        )
-        vision_class: Any = SiglipVisionModel
-        tower: Any = vision_class._from_config(
-            vision, dtype=torch.float32, attn_implementation="sdpa"
-        )
-        # The positions are a constant, which a network on the meta device would lack.
-        positions = torch.arange(tower.embeddings.num_positions, device="cpu")
-        tower.embeddings.register_buffer("position_ids", positions[None], persistent=False)
+        tower = siglip_tower(sizes["vision"])
         self.vision_tower = nn.ModuleDict({"vision_model": tower})
         width = sizes["language"]["hidden_size"]
-        projector = nn.Linear(vision.hidden_size, width)
+        projector = nn.Linear(sizes["vision"]["hidden_size"], width)
         self.multi_modal_projector = nn.ModuleDict({"linear": projector})
         self.language_model = _gemma(sizes["language"], adaptive=False)
         embeddings = nn.Embedding(sizes["vocab_size"], width)

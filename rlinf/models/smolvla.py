@@ -41,16 +41,17 @@ from rlinf.models.lerobot_folder import (
     locate_vlm,
     new_statistics,
     read_statistics,
+    read_vlm_config,
     replace_statistics,
     state_normalizer,
 )
 from rlinf.models.smolvla_folder import (
+    VLM_TYPES,
     SmolVLAConfig,
     check_smolvla_task,
     new_policy_config,
     new_vlm_config,
     read_policy_config,
-    read_vlm_config,
     write_smolvla_processors,
 )
 from rlinf.models.smolvla_network import SmolVLANetwork
@@ -104,7 +105,8 @@ class SmolVLAPolicy(FlowVLAPolicy):
         else:
             source = config.path.expanduser()
             settings = read_policy_config(source)
-            vlm_settings = read_vlm_config(*locate_vlm(source, settings, config.vlm_path))
+            located = locate_vlm(source, settings, config.vlm_path)
+            vlm_settings = read_vlm_config(*located, VLM_TYPES)
             check_weight_files(source)
             if not (source / WEIGHTS_FILE).is_file():
                 raise DataError(
@@ -171,7 +173,7 @@ class SmolVLAPolicy(FlowVLAPolicy):
             DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_policy_config(folder)
-        vlm_settings = read_vlm_config(*locate_vlm(folder, settings, None))
+        vlm_settings = read_vlm_config(*locate_vlm(folder, settings, None), VLM_TYPES)
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)

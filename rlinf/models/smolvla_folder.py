@@ -14,8 +14,7 @@ from pydantic import Field, model_validator
 
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import ModelSpec
-from rlinf.models.character_tokenizer import TOKENIZER_FILE
-from rlinf.models.hf_folder import check_checkpoint, check_links, read_json_object
+from rlinf.models.hf_folder import check_checkpoint, read_json_object
 from rlinf.models.lerobot_folder import (
     VLM_FOLDER,
     FeatureStatistics,
@@ -27,6 +26,8 @@ from rlinf.models.lerobot_folder import (
 )
 
 SMOLVLA_TYPE = "smolvla"
+VLM_TYPES = ("smolvlm", "idefics3")
+"""Types of vision-language models."""
 LEROBOT_DEFAULTS: dict[str, Any] = {
     "chunk_size": 50,
     "n_action_steps": 50,
@@ -161,29 +162,6 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"model.path: {path}: {name} is {settings[name]}, which model.name=smolvla does not "
             "support"
-        )
-    return settings
-
-
-def read_vlm_config(folder: Path, key: str) -> dict[str, Any]:
-    """Read the ``config.json`` of a SmolVLM vision-language model.
-
-    Args:
-        key: The configuration key, for error messages.
-
-    Raises:
-        DataError: The file is missing, or the model has another type.
-    """
-    settings = read_json_object(folder / "config.json", key)
-    check_links(folder)
-    if settings.get("model_type") not in ("smolvlm", "idefics3"):
-        raise DataError(f"{key}: {folder} is a {settings.get('model_type')!r} model, not 'smolvlm'")
-    for name in ("vision_config", "text_config"):
-        if not isinstance(settings.get(name), dict):
-            raise DataError(f"{key}: {folder}/config.json has no {name}")
-    if not (folder / TOKENIZER_FILE).is_file():
-        raise DataError(
-            f"{key}: {folder} has no {TOKENIZER_FILE}; copy it from that model's folder"
         )
     return settings
 

@@ -61,6 +61,7 @@ SMALL["pi0"] = {
 }
 SMALL["pi05"] = SMALL["pi0"]
 SMALL["wall_oss"] = {**SMALL["smolvla"], "expert_intermediate": 48}
+SMALL["gr00t"] = {**SMALL["smolvla"], "image_size": 40, "expert_hidden": 24}
 SPECS: dict[str, dict[str, Any]] = {
     "tokens": {"alphabet": "0123456789+="},
     "discrete": {
@@ -76,7 +77,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 NUMBERED = ("mylab.policy:Linear",)
 """Those whose actions are numbers alone."""
-VECTORS = ("mlp_q", "vla", "flow", "smolvla", "pi0", "pi05", "wall_oss")
+VECTORS = ("mlp_q", "vla", "flow", "smolvla", "pi0", "pi05", "gr00t", "wall_oss")
 """Those whose actions are vectors alone."""
 
 

@@ -48,6 +48,7 @@ SMALL = [
 ]
 
 
+GR00T = ["model=gr00t", "model.expert_hidden=24"]
 PI = ["model.head_dim=8", "model.expert_hidden=24", "model.expert_intermediate=48"]
 
 
@@ -55,12 +56,13 @@ PI = ["model.head_dim=8", "model.expert_hidden=24", "model.expert_intermediate=4
 @pytest.mark.parametrize(
     ("experiment", "further", "parts"),
     [
-        ("metaworld_smolvla", [], ("vision_model", "connector", "text_model", "lm_expert")),
-        ("metaworld_pi05", PI, ("vision_model", "language_model", "norm.dense")),
-        ("metaworld_pi05", [*PI, "model=pi0"], ("vision_model", "gemma_expert", "state_proj")),
+        ("metaworld_smolvla", [], ("connector", "text_model", "lm_expert", "state_proj")),
+        ("metaworld_pi05", PI, ("multi_modal_projector", "language_model", "norm.dense")),
+        ("metaworld_pi05", [*PI, "model=pi0"], ("language_model", "gemma_expert", "state_proj")),
+        ("metaworld_pi05", GR00T, ("language_model", "transformer_blocks", "state_encoder")),
         ("metaworld_wall_oss", [], ("visual", "moe.experts.0", "moe.experts.1", "propri_proj")),
     ],
-    ids=["smolvla", "pi05", "pi0", "wall_oss"],
+    ids=["smolvla", "pi05", "pi0", "gr00t", "wall_oss"],
 )
 def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
     compose: Compose, experiment: str, further: list[str], parts: tuple[str, ...]
