@@ -66,7 +66,7 @@ class WorldModelEnv:
         if index is None:
             starts = self._starts
             index = int(np.random.default_rng(seed).integers(len(starts)))
-        self._hidden = self._model.begin(to_float(starts[index : index + 1])).detach()
+        self._hidden = self._model.begin(to_float(starts[index : index + 1]))
         self._steps = 0
         self._show(starts[index : index + 1])
         return self._state, {}
@@ -76,11 +76,10 @@ class WorldModelEnv:
 
         from .world_model_network import SUCCESS_PROBABILITY, to_uint8
 
-        with torch.no_grad():
-            inputs = torch.from_numpy(np.asarray(action, np.float32)[None])
-            self._hidden = self._model.advance(self._hidden, inputs)
-            before = self._probability
-            self._show(to_uint8(self._model.decode(self._hidden)))
+        inputs = torch.from_numpy(np.asarray(action, np.float32)[None])
+        self._hidden = self._model.advance(self._hidden, inputs)
+        before = self._probability
+        self._show(to_uint8(self._model.decode(self._hidden)))
         self._steps += 1
         solved = self._probability >= SUCCESS_PROBABILITY
         reward = REWARD_SCALE * (self._probability - before)
@@ -109,8 +108,7 @@ class WorldModelEnv:
 
         from .world_model_network import to_float
 
-        with torch.no_grad():
-            logits = self._model.success_logits(to_float(frame))
+        logits = self._model.success_logits(to_float(frame))
         self._frame, self._probability = frame, float(torch.sigmoid(logits)[0])
 
 

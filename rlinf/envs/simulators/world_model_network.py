@@ -177,7 +177,7 @@ def load_world_model(file: str) -> tuple[WorldModel, WorldModelSpec, np.ndarray,
             f"kwargs.model: {file} is not a world model ({type(error).__name__}: {error}); rlinf "
             "world-model RUN FILE writes one"
         ) from None
-    return model.eval(), spec, starts, test_starts
+    return model.eval().requires_grad_(requires_grad=False), spec, starts, test_starts
 
 
 def fit_world_model(
@@ -279,9 +279,10 @@ def _losses(
     """Return the weighted squared error of predicted frames, and the cross-entropy of success on
     real and on predicted frames."""
     states = [model.begin(first_frames)]
-    for action in actions[:-1]:
+    for action in actions[: int(times.max())]:
         states.append(model.advance(states[-1], action))
-    hidden = torch.stack(states, 1)[torch.arange(len(times))[:, None], times].flatten(0, 1)
+    rows = torch.arange(len(times), device=times.device)[:, None]
+    hidden = torch.stack(states, 1)[rows, times].flatten(0, 1)
     predicted = model.decode(hidden)
     # The gradient of the classifier must not change the frames.
     logits = model.success_logits(torch.cat([frames, predicted.detach().clamp(0, 1)]))

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-SIDE, SQUARE = 40, 8
-SOLVED_AT = SIDE - SQUARE
+SIDE = 40
 PACKAGES = ("numpy",)
 
 
@@ -16,12 +15,24 @@ def box(low: np.ndarray, high: np.ndarray) -> Any:
     return SimpleNamespace(low=low, high=high, shape=low.shape, dtype=low.dtype)
 
 
-def frame(position: float) -> np.ndarray:
-    """Return the image of a square at a position, uint8 ``[40, 40, 3]``."""
-    image = np.zeros((SIDE, SIDE, 3), np.uint8)
-    left = round(position)
-    image[16 : 16 + SQUARE, left : left + SQUARE] = 255
+def frame(position: float, side: int = SIDE) -> np.ndarray:
+    """Return the image of a square, a quarter as wide, at a position, uint8 ``[side, side, 3]``."""
+    image = np.zeros((side, side, 3), np.uint8)
+    left, size = round(position), side // 4
+    image[size : 2 * size, left : left + size] = 255
     return image
+
+
+def start(random: np.random.Generator, side: int = SIDE) -> float:
+    return float(random.integers(side // 4, side // 2))
+
+
+def moved(position: float, action: float, side: int = SIDE) -> float:
+    return float(np.clip(position + side / 8 * action, 0, side - side // 4))
+
+
+def is_solved(position: float, side: int = SIDE) -> bool:
+    return position >= side - side // 4
 
 
 class MovingSquare:
@@ -30,12 +41,12 @@ class MovingSquare:
     observation_space = box(np.zeros(2, np.float32), np.ones(2, np.float32))
 
     def reset(self, seed: int) -> Any:
-        self._position = float(np.random.default_rng(seed).integers(8, 21))
+        self._position = start(np.random.default_rng(seed))
         return np.zeros(2, np.float32), {}
 
     def step(self, action: Any) -> Any:
         self._position = moved(self._position, float(action[0]))
-        solved = self._position >= SOLVED_AT
+        solved = is_solved(self._position)
         return np.zeros(2, np.float32), float(solved), False, False, {"success": solved}
 
     def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
@@ -43,10 +54,6 @@ class MovingSquare:
 
     def close(self) -> None:
         pass
-
-
-def moved(position: float, action: float) -> float:
-    return float(np.clip(position + 4 * action, 0, SOLVED_AT))
 
 
 def make(id: str, kwargs: dict[str, Any]) -> MovingSquare:

@@ -1,4 +1,4 @@
-"""The plan for simulators on GPUs is assessed and simulated like any other; none of it has a GPU."""
+"""The plan for simulators on GPUs is assessed and simulated like others; no GPU is needed."""
 
 from __future__ import annotations
 

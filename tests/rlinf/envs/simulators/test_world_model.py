@@ -26,8 +26,10 @@ from rlinf.envs.simulators.world_model_network import (
 from rlinf.envs.subprocess_env import SubprocessVectorEnv
 from rlinf.errors import ConfigError, SimulatorError
 from stages.identity import CodeSnapshot
-from tests.rlinf.envs.moving_square import SIDE, SOLVED_AT, frame, moved
+from tests.rlinf.envs import moving_square
 
+SIDE = 16
+"""Small, because learning takes a while."""
 SPEC = WorldModelSpec("square", "front", SIDE, SIDE, state_size=2, max_steps=12)
 BOUNDS = (-np.ones(1, np.float32), np.ones(1, np.float32))
 
@@ -36,11 +38,16 @@ def episode(seed: int, length: int = 12) -> RecordedEpisode:
     """Return an episode of random actions that drift to the right."""
     random = np.random.default_rng(seed)
     actions = np.clip(random.normal(0.5, 0.7, (length, 1)), -1, 1).astype(np.float32)
-    positions = [float(random.integers(8, 21))]
+    positions = [moving_square.start(random, SIDE)]
     for action in actions[:, 0].tolist():
-        positions.append(moved(positions[-1], action))
+        positions.append(moving_square.moved(positions[-1], action, SIDE))
     frames = np.stack([frame(position) for position in positions[:-1]])
-    return RecordedEpisode(frames, actions, np.array(positions[1:]) >= SOLVED_AT)
+    solved = [moving_square.is_solved(position, SIDE) for position in positions[1:]]
+    return RecordedEpisode(frames, actions, np.array(solved))
+
+
+def frame(position: float) -> np.ndarray:
+    return moving_square.frame(position, SIDE)
 
 
 def fitted(steps: int, seed: int = 0) -> Any:
@@ -54,7 +61,7 @@ def fitted(steps: int, seed: int = 0) -> Any:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a world model that has learned the square."""
     path = tmp_path_factory.mktemp("world") / "square.safetensors"
-    starts = np.stack([frame(position) for position in (8, 12, 16)])
+    starts = np.stack([frame(position) for position in (4, 5, 6)])
     save_world_model(str(path), fitted(400), SPEC, starts, starts[:2])
     return path
 
@@ -120,7 +127,7 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(process: SubprocessVec
 
 def test_held_out_starts_are_those_of_the_file(process: SubprocessVectorEnv) -> None:
     seen = process.reset([0, 1, 2], [0, 0, 0], [0, 1, 2])["front"]
-    np.testing.assert_array_equal(seen, np.stack([frame(8), frame(12), frame(8)]))
+    np.testing.assert_array_equal(seen, np.stack([frame(4), frame(5), frame(4)]))
 
 
 def test_reward_is_the_increase_of_the_probability_and_success_ends_the_episode(
@@ -162,7 +169,7 @@ def test_the_content_of_its_file_is_part_of_the_identity_of_a_run(
     [
         ({"id": "circle"}, r"task\.id: .*square\.safetensors imitates 'square', not 'circle'"),
         ({"observation": 3}, r"task\.observation: 3 is not what square has; set it to 2"),
-        ({"images": {"top": [40, 40]}}, r"task\.images\.top: no such camera; there are front"),
+        ({"images": {"top": [16, 16]}}, r"task\.images\.top: no such camera; there are front"),
         ({"kwargs": {"model": __file__}}, r"task\.kwargs\.model: .* is not a world model"),
         ({"kwargs": {"modle": "a"}}, r"task\.kwargs\.modle: there is no such key, but model"),
     ],
@@ -176,7 +183,7 @@ def test_frames_of_another_size_are_refused(file: Path) -> None:
     config = config_of(file, images={"front": [48, 48]})
     with (
         contextlib.closing(create_simulator_process(config)) as process,
-        pytest.raises(SimulatorError, match=r"images\.front: its frames are \[40, 40\]"),
+        pytest.raises(SimulatorError, match=r"images\.front: its frames are \[16, 16\]"),
     ):
         process.reset([0], [0])
 
@@ -184,7 +191,7 @@ def test_frames_of_another_size_are_refused(file: Path) -> None:
 def test_a_size_that_cannot_be_halved_is_refused() -> None:
     with pytest.raises(ValueError, match=r"images\.front: height and width must be multiples of 8"):
         fit_world_model(
-            replace(SPEC, height=36), BOUNDS, [episode(0)], steps=1, seed=0, report=print
+            replace(SPEC, height=12), BOUNDS, [episode(0)], steps=1, seed=0, report=print
         )
 
 
