@@ -144,6 +144,10 @@ ROWS = {
     "smolvla_gain_points": "score_gain.measure_smolvla",
     "smolvla_gain_lower": "score_gain.measure_smolvla",
     "smolvla_minutes": "score_gain.measure_smolvla",
+    "world_model_start": "world_model",
+    "world_model_gain_inside": "world_model",
+    "world_model_gain_real": "world_model",
+    "world_model_false_positive_share": "world_model",
 }
 """Module that measures each row, with the function if it is not ``measure``. A function may return
 several rows."""

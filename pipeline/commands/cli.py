@@ -372,6 +372,36 @@ def demonstrations(
         )
 
 
+@app.command("world-model")
+def world_model(
+    source: Annotated[Path, typer.Argument(help="A run with one camera in a real simulator")],
+    file: Annotated[Path, typer.Argument(help="New file for the world model")],
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed")] = 0,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Measure FILE on the newest evaluation of the run instead"),
+    ] = False,
+) -> None:
+    """Fit a world model to the rollouts of a run, and measure it on held-out episodes.
+
+    Train in it with task=world_model.
+    """
+    from pipeline.commands import world_model as command
+
+    def report(step: int, losses: dict[str, float]) -> None:
+        if step % 100 == 0 or step == steps:
+            values = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
+            typer.echo(f"step {step} of {steps}: {values}", err=True)
+
+    if check:
+        metrics = command.check(source, file)
+    else:
+        metrics = command.fit(source, file, steps=steps, seed=seed, report=report)
+    for name, value in metrics.items():
+        typer.echo(f"{name}: {value:.4g}")
+
+
 @app.command()
 def convert(
     source: Annotated[

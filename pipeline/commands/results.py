@@ -79,6 +79,21 @@ class RunResults:
         """
         return map(Trajectory.from_record, self.records("trajectories", iteration))
 
+    def evaluation_trajectories(self, version: int) -> Iterator[Trajectory]:
+        """Yield the held-out samples of an evaluated version of the weights, with their scores.
+
+        Raises:
+            InputError: this version was not evaluated.
+            ArtifactError: the samples are damaged on disk.
+        """
+        output = stage_folder(self.folder, EVALUATE, version)
+        if read_manifest(output) is None:
+            versions = [int(row["version"]) for row in self.evaluations()]
+            raise InputError(
+                f"{self.folder}: version {version} was not evaluated; evaluated: {versions}"
+            )
+        return map(Trajectory.from_record, self._records("trajectories", [output]))
+
     def rewards(self, iteration: int | None = None) -> Iterator[StepRewards]:
         """Yield the rewards of the samples, in the order of :meth:`trajectories`."""
         return map(StepRewards.from_record, self.records("rewards", iteration))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -43,6 +44,9 @@ class MLPConfig(Section):
     """Number of actions that the policy chooses at once and the simulator executes in turn."""
     value_level: ValueLevel = "chunk"
     """Whether there is one value (and advantage) per chunk or per action."""
+    path: Path | None = None
+    """Folder of a policy of this kind (``rlinf export``), from whose weights the run begins. Its
+    observations, actions and networks must be those of this configuration. Null: new weights."""
 
     @model_validator(mode="after")
     def _check_value_level(self) -> MLPConfig:
@@ -106,8 +110,36 @@ class MLPPolicy(NormalizedVectorPolicy):
 
     @classmethod
     def check_spec(cls, config: MLPConfig, spec: ModelSpec) -> None:
+        """
+        Raises:
+            ConfigError: an option does not fit the task, or ``model.path`` has another policy.
+            DataError: ``model.path`` has no policy.
+        """
         if spec["action"]["kind"] == "box":
             check_action_scale(spec["action"], config.action_scale, squashed=False)
+        if config.path is not None:
+            cls._load_from_path(config.path, cls.settings_of(config, spec))
+
+    @classmethod
+    def create(cls, config: MLPConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
+        if config.path is None:
+            super().create(config, spec, seed, folder)
+            return
+        policy = cls._load_from_path(config.path, cls.settings_of(config, spec))
+        policy.save(folder, dict(policy.module.state_dict()))
+
+    @classmethod
+    def _load_from_path(cls, path: Path, settings: dict[str, Any]) -> Self:
+        policy = cls.load(path.expanduser(), None)
+        for name in sorted(settings.keys() | policy.settings.keys()):
+            expected, actual = settings.get(name), policy.settings.get(name)
+            # The weights include the standard deviation that training has reached.
+            if expected != actual and name != "initial_log_std":
+                raise ConfigError(
+                    f"model.path: {path}: its {name} is {actual}, and this run has {expected}; "
+                    "choose a policy of the same task and the same model"
+                )
+        return policy
 
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert expert actions to the chunk that starts at each step, if chunk_size > 1.

@@ -48,11 +48,16 @@ class VectorPolicy(Policy):
     @classmethod
     def create(cls, config: Any, spec: ModelSpec, seed: int, folder: Path) -> None:
         cls.check_spec(config, spec)
-        settings = {**spec, **config.model_dump(mode="json")}
+        settings = cls.settings_of(config, spec)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = cls.Network(settings)
         cls(module, settings).save(folder, dict(module.state_dict()))
+
+    @classmethod
+    def settings_of(cls, config: Any, spec: ModelSpec) -> dict[str, Any]:
+        """Return the settings of a new policy."""
+        return {**spec, **config.model_dump(mode="json", exclude={"path"})}
 
     @classmethod
     def load(cls, folder: Path, config: Any) -> Self:

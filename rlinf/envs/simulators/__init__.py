@@ -70,6 +70,7 @@ simulators = Registry(
         "robosuite": "rlinf.envs.simulators.robosuite:make",
         "robotwin": "rlinf.envs.simulators.robotwin:make",
         "roboverse": "rlinf.envs.simulators.roboverse:make",
+        "world_model": "rlinf.envs.simulators.world_model:make",
     },
     base="builtins:object",
 )

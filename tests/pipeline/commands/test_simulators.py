@@ -47,6 +47,24 @@ def test_all_that_is_missing_is_told_at_once(
     assert found[3][2].startswith(f"task.kwargs.chains: there is no {tmp_path}/none.json; give")
 
 
+@pytest.mark.parametrize("task", ["maniskill_gpu", "isaaclab"])
+def test_a_simulator_on_a_gpu_lacks_one_where_there_is_none(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    found = {check: (level, detail) for level, check, detail in findings_of(task)}
+    level, detail = found["GPU"]
+    assert level == "fail"
+    assert "the simulator needs an NVIDIA" in detail
+    assert found["episode"][0] == "warn"
+
+
+def test_a_world_model_lacks_its_file_until_one_is_fitted() -> None:
+    level, check, detail = findings_of("world_model")[3]
+    assert (level, check) == ("fail", "files")
+    assert detail.startswith("task.kwargs.model: is not set; give the file of a world model")
+
+
 def test_packages_that_an_interpreter_lacks_are_all_named() -> None:
     python = need_environment("gym")
     found = dict(row[1:] for row in findings_of("metaworld", f"task.python={python}"))

@@ -208,3 +208,38 @@ def test_demonstrations_for_chunks_are_the_actions_that_follow(spec: dict[str, A
     outputs = made.evaluate(made.collate([shown]), 1.0)
     assert outputs.logprobs.shape == (1, *shown.choice_mask.shape)
     assert policy(spec).prepare_demonstration(record) is record
+
+
+def test_a_run_begins_with_the_weights_of_a_folder(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    MLPPolicy.create(MLPConfig(hidden=(8,)), BOX, 3, old)
+    # The standard deviation is one of the weights.
+    config = MLPConfig(hidden=(8,), path=old, initial_log_std=-2.0)
+    MLPPolicy.create(config, BOX, 4, new)
+    first, second = (MLPPolicy.load(folder, config).module.state_dict() for folder in (old, new))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((new / "config.json").read_text())["hidden"] == [8]
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "message"),
+    [
+        ({"hidden": (9,)}, BOX, r"model\.path: .*old: its hidden is \[8\], and this run has \[9\]"),
+        ({"hidden": (8,)}, DISCRETE, r"model\.path: .*: its action is .*'box'"),
+        ({"hidden": (8,)}, {**BOX, "observation": 4}, r"its observation is 3, and this run has 4"),
+    ],
+)
+def test_a_folder_of_another_policy_is_refused(
+    tmp_path: Path, options: dict[str, Any], spec: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "old").mkdir()
+    MLPPolicy.create(MLPConfig(hidden=(8,)), BOX, 3, tmp_path / "old")
+    with pytest.raises(ConfigError, match=message):
+        MLPPolicy.check_spec(MLPConfig(path=tmp_path / "old", **options), spec)
+
+
+def test_a_folder_without_a_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none: not a policy folder"):
+        MLPPolicy.check_spec(MLPConfig(path=tmp_path / "none"), BOX)
