@@ -13,20 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from rlinf.algorithms.losses import sft_loss, token_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
 from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.config import OptimizerSection
-from rlinf.data.batch import gather_steps, pad_right
-from rlinf.data.load_balancing import StepSpan
-from rlinf.data.trajectory import Trajectory, loss_mask
+from rlinf.config import OptimizerSection, RunConfig
+from rlinf.data.trajectory import Trajectory
+from rlinf.envs.base import Environment
 from rlinf.errors import ConfigError, StageError
-from rlinf.models.base import StepOutputs
-from rlinf.seeding import torch_seed
-from rlinf.trainers.base import Loss, Trainer, loss_from_steps
+from rlinf.models.base import Policy
+from rlinf.seeding import generator, torch_seed
+from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.dialogue_failures import mean_eval_score
 from stages.evaluate import eval_policy_runner, run_eval_episodes
@@ -104,7 +102,7 @@ def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list
 
     Returns the learning curve.
 
-    The loss is the mean of ``-log p`` over the unmasked tokens of a batch, in nats.
+    The loss is :func:`rlinf.algorithms.losses.sft_loss`.
 
     Raises:
         ConfigError: the task has no demonstrations, or no held-out demonstrations.
@@ -133,22 +131,12 @@ def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list
     for step in range(len(curve), settings.max_steps):
         if curve and is_target_reached(curve[-1], settings.target_score):
             break
-        demonstrations = environment.demonstrations(ctx.config.seed, step, settings.batch_size)
-        prepare = trainer.policy.prepare_demonstration
-        examples = [prepare(d, ctx.config.seed) for d in demonstrations]
-        length = max(map(len, examples))
-        token_mask = pad_right([token_weights(example) for example in examples], length)
-        weights = token_mask / token_mask.sum().clamp(min=1)
-
-        def loss(outputs: StepOutputs, spans: list[StepSpan], weights: Tensor = weights) -> Loss:
-            step_weights = gather_steps(weights, spans, outputs.logprobs.shape[1]).to(
-                outputs.logprobs.device
-            )
-            return -(step_weights * outputs.logprobs).sum(), {}
-
+        examples = prepare_demonstrations(
+            ctx.config, environment, trainer.policy, step, settings.batch_size
+        )
         learning_rate = schedule.learning_rate(step, settings.max_steps)
         # After an overflow of float16 the step is repeated with a smaller loss scale.
-        while (metrics := trainer.step(examples, loss_from_steps(loss), lr=learning_rate)).get(
+        while (metrics := trainer.step(examples, sft_loss(examples), lr=learning_rate)).get(
             "skipped_steps"
         ):
             pass
@@ -168,6 +156,27 @@ def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list
     return curve
 
 
+def prepare_demonstrations(
+    config: RunConfig, environment: Environment, policy: Policy, step: int, count: int
+) -> list[Trajectory]:
+    """Return a batch of demonstrations, prepared for the policy; none if the task has none.
+
+    Args:
+        step: index of the batch, which determines the demonstrations together with the seed.
+    """
+    seed, length = config.seed, config.sft.demonstration_steps
+    demonstrations = environment.demonstrations(seed, step, count)
+    prepared = [policy.prepare_demonstration(each, seed) for each in demonstrations]
+    if length is None:
+        return prepared
+    windows = []
+    for index, trajectory in enumerate(prepared):
+        last = max(0, len(trajectory) - length)
+        start = int(generator(seed, "demonstration_steps", step, index).integers(last + 1))
+        windows.append(trajectory.slice_steps(start, min(start + length, len(trajectory))))
+    return windows
+
+
 def is_target_reached(row: CurveRow, target: float) -> bool:
     """Return whether the held-out score of a step has reached the target."""
     return row["score"] is not None and row["score"] >= target
@@ -185,15 +194,6 @@ def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) ->
             )
         ]
     )
-
-
-def token_weights(trajectory: Trajectory) -> np.ndarray:
-    """Return the loss mask, float32 ``[T]``, or ``[T, ...]`` if a step has several parts."""
-    weights = loss_mask(trajectory).astype(np.float32)
-    if trajectory.choice_mask is not None:
-        choices = np.asarray(trajectory.choice_mask, np.float32)
-        weights = weights.reshape(-1, *[1] * (choices.ndim - 1)) * choices
-    return weights
 
 
 def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) -> None:

@@ -22,15 +22,18 @@ from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.factory import (
     CHECKPOINT,
+    WEIGHTS,
     commit_trainer_state,
     create_algorithm,
     default_dtype_of,
     ensure_on_device,
+    get_environment,
     get_reward,
     get_trainer,
     mark_trainer_dirty,
 )
 from stages.retention import is_checkpoint_saved
+from stages.sft import prepare_demonstrations
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Input of the stage for each field of a training sample; a flow may have only trajectories."""
@@ -153,6 +156,13 @@ class StageLearner(Learner):
             return open_replay_buffer(
                 self._ctx, self.policy.transition_dtype, INTERVENTIONS_FOLDER
             ).view(self.iteration)
+
+    def demonstrations(self, step: int, count: int) -> list[Trajectory]:
+        """Return demonstrations of the task; their order continues where the SFT stage ended."""
+        ctx, config = self._ctx, self._ctx.config
+        environment = get_environment(ctx, lambda: ctx.verified_folder("initial") / WEIGHTS)
+        first = config.sft.max_steps
+        return prepare_demonstrations(config, environment, self.policy, first + step, count)
 
     def mark_dirty(self) -> None:
         super().mark_dirty()

@@ -176,6 +176,10 @@ class Policy(Component, ABC):
         """Write a policy folder with streamed weights. The default collects all of them first."""
         self.save(folder, state.collect())
 
+    has_sft_loss: ClassVar[bool] = True
+    """Whether :meth:`evaluate` computes a loss of demonstrations; see
+    :meth:`prepare_demonstration`."""
+
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert a demonstration of the task to a training trajectory; default: no change.
 
@@ -304,6 +308,11 @@ class Policy(Component, ABC):
     def parameter_group(self, parameter: str) -> str:
         """Return the group (of :attr:`parameter_groups`) of a parameter of the module."""
         return self.parameter_groups[0]
+
+    def float32_modules(self) -> list[nn.Module]:
+        """Return the modules that compute in float32 whatever the data type of the trainer's
+        passes; their outputs have that type. For trainers with FSDP."""
+        return []
 
     def blocks(self) -> list[nn.Module]:
         """Return the submodules that FSDP shards as units, inner first; may be empty."""
