@@ -15,7 +15,7 @@ policies = Registry(
         "pi0": "rlinf.models.pi0:Pi0Policy",
         "pi05": "rlinf.models.pi0:Pi05Policy",
         "smolvla": "rlinf.models.smolvla:SmolVLAPolicy",
-        "vla": "rlinf.models.vla:VLAPolicy",
+        "openvla_oft": "rlinf.models.openvla:OpenVLAOFTPolicy",
     },
     base="rlinf.models.base:Policy",
 )

@@ -116,7 +116,7 @@ def test_what_learns_offline_is_accepted(compose: Compose, prior: Path) -> None:
 def test_heads_that_do_not_divide_are_refused(
     compose: Compose, words: list[str], message: str
 ) -> None:
-    seen = ["model=vla", "task.images={free: [32, 32]}", "task.instruction=balance"]
+    seen = ["model=openvla_oft", "task.images={free: [32, 32]}", "task.instruction=balance"]
     more = ["reward=environment", "engine=direct", "algorithm=grpo", "rollout.group_size=2"]
     values = compose(*seen, *more, *words, experiment="inverted_pendulum_flow")
     with pytest.raises(ConfigError, match=message):

@@ -15,8 +15,8 @@ from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import STATISTICS_FILE
-from rlinf.models.vla import VLAPolicy
-from rlinf.models.vla_folder import VLAConfig
+from rlinf.models.openvla import OpenVLAOFTPolicy
+from rlinf.models.openvla_folder import OpenVLAOFTConfig
 from rlinf.trainers.fsdp import FSDPTrainer
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC, request, stirred
@@ -34,24 +34,24 @@ SIZES: dict[str, Any] = {
 }
 
 
-def made(folder: Path, **options: Any) -> VLAPolicy:
-    config = VLAConfig(**SIZES, **options)
+def made(folder: Path, **options: Any) -> OpenVLAOFTPolicy:
+    config = OpenVLAOFTConfig(**SIZES, **options)
     folder.mkdir(exist_ok=True)
     first = folder / "first"
     first.mkdir()
-    VLAPolicy.create(config, SPEC, 0, first)
-    policy = VLAPolicy.load(first, config)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, first)
+    policy = OpenVLAOFTPolicy.load(first, config)
     stirred(policy)
     policy.save(folder, policy.module.state_dict())
     return policy
 
 
 def rolled_out(folder: Path, temperature: float = 1.0) -> list[Trajectory]:
-    return acting.rolled_out(VLAPolicy, VLAConfig(**SIZES), folder, temperature)
+    return acting.rolled_out(OpenVLAOFTPolicy, OpenVLAOFTConfig(**SIZES), folder, temperature)
 
 
 def trainer(folder: Path) -> FSDPTrainer:
-    return acting.trainer(VLAPolicy, VLAConfig(**SIZES), folder)
+    return acting.trainer(OpenVLAOFTPolicy, OpenVLAOFTConfig(**SIZES), folder)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -69,7 +69,9 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
 
 def test_a_value_for_each_action_is_recomputed_and_learned_from(tmp_path: Path) -> None:
     made(tmp_path, value_level="action")
-    acting.assert_values_of_actions(VLAPolicy, VLAConfig(**SIZES, value_level="action"), tmp_path)
+    acting.assert_values_of_actions(
+        OpenVLAOFTPolicy, OpenVLAOFTConfig(**SIZES, value_level="action"), tmp_path
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])
@@ -154,7 +156,7 @@ def test_a_folder_holds_what_the_format_says_and_begins_what_it_lacks(tmp_path: 
         {n: t for n, t in tensors.items() if not n.startswith("value_head")},
         tmp_path / "model.safetensors",
     )
-    again = VLAPolicy.load(tmp_path, VLAConfig())
+    again = OpenVLAOFTPolicy.load(tmp_path, OpenVLAOFTConfig())
     batch = policy.collate(rolled_out(tmp_path))
     with torch.no_grad():
         one, other = policy.evaluate(batch, 1.0), again.evaluate(batch, 1.0)
@@ -167,9 +169,9 @@ def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
     first = made(tmp_path / "trained")
     copy = tmp_path / "copy"
     copy.mkdir()
-    config = VLAConfig(path=tmp_path / "trained")
-    VLAPolicy.create(config, SPEC, 5, copy)
-    loaded = VLAPolicy.load(copy, config).module.state_dict()
+    config = OpenVLAOFTConfig(path=tmp_path / "trained")
+    OpenVLAOFTPolicy.create(config, SPEC, 5, copy)
+    loaded = OpenVLAOFTPolicy.load(copy, config).module.state_dict()
     assert all(torch.equal(t, loaded[n]) for n, t in first.module.state_dict().items())
 
 
@@ -179,7 +181,7 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) ->
     del tensors["projector.fc2.bias"], tensors["places"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match=r"model\.safetensors: .*\nmissing: projector\.fc2\.bias\n"):
-        VLAPolicy.check_spec(VLAConfig(path=tmp_path), SPEC)
+        OpenVLAOFTPolicy.check_spec(OpenVLAOFTConfig(path=tmp_path), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -197,31 +199,31 @@ def test_what_cannot_work_is_refused(
     options: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        VLAPolicy.check_spec(VLAConfig(**{**SIZES, **options}), {**SPEC, **changes})
+        OpenVLAOFTPolicy.check_spec(OpenVLAOFTConfig(**{**SIZES, **options}), {**SPEC, **changes})
 
 
 def test_a_folder_for_another_task_or_model_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
-    config = VLAConfig(path=tmp_path)
+    config = OpenVLAOFTConfig(path=tmp_path)
     with pytest.raises(ConfigError, match=r"task\.action\.size: 2.* 3 numbers"):
-        VLAPolicy.check_spec(config, {**SPEC, "action": {"kind": "box", "size": 2}})
+        OpenVLAOFTPolicy.check_spec(config, {**SPEC, "action": {"kind": "box", "size": 2}})
     with pytest.raises(ConfigError, match=r"task\.images: the model sees front, wrist"):
-        VLAPolicy.check_spec(config, {**SPEC, "images": {"top": [16, 24]}})
+        OpenVLAOFTPolicy.check_spec(config, {**SPEC, "images": {"top": [16, 24]}})
     settings = json.loads((tmp_path / "config.json").read_text())
     del settings["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(DataError, match=r"vision_config.*two vision towers"):
-        VLAPolicy.check_spec(config, SPEC)
+        OpenVLAOFTPolicy.check_spec(config, SPEC)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(DataError, match=r"model\.path: .*'llama'"):
-        VLAPolicy.check_spec(config, SPEC)
+        OpenVLAOFTPolicy.check_spec(config, SPEC)
 
 
 def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = made(tmp_path / "one").module.state_dict()
-    acting.assert_values_begin_anew(VLAPolicy, tmp_path, state)
+    acting.assert_values_begin_anew(OpenVLAOFTPolicy, tmp_path, state)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2, "each time that it began anew"
     assert "has 1 outputs, and 4 are needed (model.value_level" in messages[0]

@@ -1,4 +1,4 @@
-"""The OpenVLA network of :mod:`rlinf.models.vla`: vision transformers, projector, language model.
+"""The network of :mod:`rlinf.models.openvla`: vision transformers, projector, language model.
 
 The vision transformers (arXiv 2010.11929) have the tensor names of timm.
 """
@@ -272,7 +272,7 @@ class FusedProjector(nn.Module):
         return out
 
 
-class VLANetwork(nn.Module):
+class OpenVLANetwork(nn.Module):
     """The network from images, prompt and state to logits of all placeholders and a value."""
 
     places: nn.Parameter | None
@@ -281,7 +281,7 @@ class VLANetwork(nn.Module):
     def __init__(self, settings: Mapping[str, Any], value_level: ValueLevel = "chunk") -> None:
         """
         Args:
-            settings: The result of :func:`rlinf.models.vla_folder.read_vla_config`.
+            settings: The result of :func:`rlinf.models.openvla_folder.read_openvla_config`.
             value_level: Whether there is one value per chunk or per action.
         """
         from transformers import AutoModelForCausalLM, LlamaConfig

@@ -26,8 +26,13 @@ from rlinf.models.character_tokenizer import (
     write_character_tokenizer,
 )
 from rlinf.models.images import PREPROCESSOR_FILE
-from rlinf.models.vla import VLAPolicy
-from rlinf.models.vla_folder import VLAConfig, missing_settings, new_meta_network, read_vla_config
+from rlinf.models.openvla import OpenVLAOFTPolicy
+from rlinf.models.openvla_folder import (
+    OpenVLAOFTConfig,
+    missing_settings,
+    new_meta_network,
+    read_openvla_config,
+)
 from tests.rlinf.models import acting, test_vision_tower
 from tests.rlinf.models.acting import SPEC, stirred
 
@@ -51,19 +56,19 @@ WHOLE_SPEC: dict[str, Any] = {
 BEGIN = "<s>"
 
 
-def made(folder: Path, **options: Any) -> VLAPolicy:
+def made(folder: Path, **options: Any) -> OpenVLAOFTPolicy:
     """A small policy whose weights make something of everything."""
-    config = VLAConfig(**SIZES, **options)
+    config = OpenVLAOFTConfig(**SIZES, **options)
     first = folder / "first"
     first.mkdir(parents=True)
-    VLAPolicy.create(config, SPEC, 0, first)
-    policy = VLAPolicy.load(first, config)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, first)
+    policy = OpenVLAOFTPolicy.load(first, config)
     stirred(policy)
     policy.save(folder, policy.module.state_dict())
     return policy
 
 
-def published(folder: Path) -> VLAConfig:
+def published(folder: Path) -> OpenVLAOFTConfig:
     """A small folder as it is published: nothing of ours in it but the sizes of its towers."""
     made(folder)
     settings = json.loads((folder / "config.json").read_text())
@@ -92,10 +97,10 @@ def published(folder: Path) -> VLAConfig:
     places = {n: f"model-0000{1 if n in names[:cut] else 2}-of-00002.safetensors" for n in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / "model.safetensors").unlink()
-    return VLAConfig(path=folder, unnorm_key="one", chunk_size=4)
+    return OpenVLAOFTConfig(path=folder, unnorm_key="one", chunk_size=4)
 
 
-def evaluate(policy: VLAPolicy, seed: int = 0) -> dict[str, torch.Tensor]:
+def evaluate(policy: OpenVLAOFTPolicy, seed: int = 0) -> dict[str, torch.Tensor]:
     seen = {n: torch.tensor(c) for n, c in acting.request(3, 0, seed=seed).steps.items()}
     noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 3))
     with torch.no_grad():
@@ -106,14 +111,14 @@ def test_a_policy_made_of_a_published_folder_says_the_same_wherever_it_is_saved(
     tmp_path: Path,
 ) -> None:
     config = published(tmp_path / "published")
-    VLAPolicy.check_spec(config, SPEC)
+    OpenVLAOFTPolicy.check_spec(config, SPEC)
     first, again = tmp_path / "run", tmp_path / "again"
     first.mkdir()
     again.mkdir()
-    VLAPolicy.create(config, SPEC, 0, first)
-    policy = VLAPolicy.load(first, config)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, first)
+    policy = OpenVLAOFTPolicy.load(first, config)
     policy.save(again, policy.module.state_dict())
-    other = VLAPolicy.load(again, config)
+    other = OpenVLAOFTPolicy.load(again, config)
     one, two = evaluate(policy), evaluate(other)
     assert all(torch.equal(one[name], two[name]) for name in one)
     published_names = json.loads(
@@ -133,9 +138,9 @@ def test_a_policy_made_of_a_published_folder_says_the_same_wherever_it_is_saved(
 
 def test_the_trainer_recomputes_what_was_sampled_of_both_towers(tmp_path: Path) -> None:
     made(tmp_path)
-    config = VLAConfig(**SIZES)
-    records = acting.rolled_out(VLAPolicy, config, tmp_path)
-    learns = acting.trainer(VLAPolicy, config, tmp_path)
+    config = OpenVLAOFTConfig(**SIZES)
+    records = acting.rolled_out(OpenVLAOFTPolicy, config, tmp_path)
+    learns = acting.trainer(OpenVLAOFTPolicy, config, tmp_path)
     acting.assert_recomputed(learns, records, 1.0)
     learns.close()
 
@@ -145,10 +150,12 @@ def test_one_update_trains_every_part_and_leaves_alone_what_is_never_run(
     tmp_path: Path, dtype: str
 ) -> None:
     made(tmp_path, proprio_dim=2)
-    config = VLAConfig(**SIZES, proprio_dim=2)
-    records = acting.rolled_out(VLAPolicy, config, tmp_path)
-    learns = acting.trainer(VLAPolicy, config, tmp_path, param_dtype=dtype)
-    before = {n: t.clone() for n, t in VLAPolicy.load(tmp_path, config).module.state_dict().items()}
+    config = OpenVLAOFTConfig(**SIZES, proprio_dim=2)
+    records = acting.rolled_out(OpenVLAOFTPolicy, config, tmp_path)
+    learns = acting.trainer(OpenVLAOFTPolicy, config, tmp_path, param_dtype=dtype)
+    before = {
+        n: t.clone() for n, t in OpenVLAOFTPolicy.load(tmp_path, config).module.state_dict().items()
+    }
     learner = Learner(learns, {"policy": 1e-2, "value": 1e-2}, temperature=1.0)
     algorithm = PPO(PPOConfig(logprob_level="token", old_logprobs="rollout", value_loss_coef=1.0))
     algorithm.update(learner, [acting.rewarded(records)])
@@ -156,7 +163,7 @@ def test_one_update_trains_every_part_and_leaves_alone_what_is_never_run(
     saved.mkdir()
     learns.policy.save(saved, learns.full_state_dict())
     after = load_file(saved / "model.safetensors")
-    unread = {name for name, _ in VLAPolicy.load(tmp_path, config).module.named_buffers()}
+    unread = {name for name, _ in OpenVLAOFTPolicy.load(tmp_path, config).module.named_buffers()}
     still = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
     assert still == {name for name in unread if name in before}
     towers = {name.split(".")[1] for name in before.keys() - still if "vision_backbone" in name}
@@ -168,8 +175,8 @@ def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(tmp_path: P
     """First token, patches of each picture, rest of the prompt, nothing in the places, end."""
     config = published(tmp_path / "published")
     (tmp_path / "run").mkdir()
-    VLAPolicy.create(config, SPEC, 0, tmp_path / "run")
-    policy = VLAPolicy.load(tmp_path / "run", config)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, tmp_path / "run")
+    policy = OpenVLAOFTPolicy.load(tmp_path / "run", config)
     network = policy.module
     found = evaluate(policy)
     steps = acting.request(3, 0).steps
@@ -295,25 +302,25 @@ def test_a_folder_that_lacks_something_is_refused_by_file_and_key(
     config = published(tmp_path / "published")
     change(tmp_path / "published")
     with pytest.raises(DataError, match=wanted):
-        VLAPolicy.check_spec(config, SPEC)
+        OpenVLAOFTPolicy.check_spec(config, SPEC)
 
 
 def test_a_data_set_is_chosen_where_there_are_several(tmp_path: Path) -> None:
     published(tmp_path / "published")
     with pytest.raises(DataError, match=r"model\.unnorm_key: .*one, other"):
-        VLAPolicy.check_spec(VLAConfig(path=tmp_path / "published"), SPEC)
+        OpenVLAOFTPolicy.check_spec(OpenVLAOFTConfig(path=tmp_path / "published"), SPEC)
     # What OpenVLA-OFT writes beside counts before what OpenVLA has inside.
     statistics = {"late": {"action": {"q01": [0.0] * 3, "q99": [9.0] * 3}}}
     (tmp_path / "published" / STATISTICS_FILE).write_text(json.dumps(statistics))
     (tmp_path / "run").mkdir()
-    config = VLAConfig(path=tmp_path / "published", chunk_size=4)
-    VLAPolicy.create(config, SPEC, 0, tmp_path / "run")
-    assert VLAPolicy.load(tmp_path / "run", config).bins.high.tolist() == [9.0] * 3
+    config = OpenVLAOFTConfig(path=tmp_path / "published", chunk_size=4)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, tmp_path / "run")
+    assert OpenVLAOFTPolicy.load(tmp_path / "run", config).bins.high.tolist() == [9.0] * 3
 
 
 def test_two_towers_need_a_layer_that_is_run() -> None:
     with pytest.raises(ConfigError, match=r"model\.vision_layers: "):
-        VLAPolicy.check_spec(VLAConfig(**{**SIZES, "vision_layers": 1}), SPEC)
+        OpenVLAOFTPolicy.check_spec(OpenVLAOFTConfig(**{**SIZES, "vision_layers": 1}), SPEC)
 
 
 def llama() -> dict[str, list[int]]:
@@ -385,10 +392,10 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
     (tmp_path / PREPROCESSOR_FILE).write_text(json.dumps({"tvf_normalize_params": scaling}))
     write_character_tokenizer(DEFAULT_ALPHABET, tmp_path)
     write_outline(tmp_path / "model.safetensors", tensors)
-    config = VLAConfig(path=tmp_path)
-    VLAPolicy.check_spec(config, WHOLE_SPEC)
+    config = OpenVLAOFTConfig(path=tmp_path)
+    OpenVLAOFTPolicy.check_spec(config, WHOLE_SPEC)
     network = new_meta_network(
-        tmp_path, read_vla_config(tmp_path, missing_settings(tmp_path, config, WHOLE_SPEC))
+        tmp_path, read_openvla_config(tmp_path, missing_settings(tmp_path, config, WHOLE_SPEC))
     )
     assert (network.first_action_token_id, network.action_shape, network.num_positions) == (
         31744,
@@ -401,4 +408,4 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
     with pytest.raises(
         DataError, match=r"missing: language_model\.model\.layers\.31\.mlp\.up_proj"
     ):
-        VLAPolicy.check_spec(config, WHOLE_SPEC)
+        OpenVLAOFTPolicy.check_spec(config, WHOLE_SPEC)

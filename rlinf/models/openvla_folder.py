@@ -1,4 +1,4 @@
-"""Policy folders of :mod:`rlinf.models.vla`: create, read, and check against a task.
+"""Policy folders of :mod:`rlinf.models.openvla`: create, read, and check against a task.
 
 There are two kinds of ``config.json``. In folders of this project, it has all sizes. In *published*
 folders (of OpenVLA and OpenVLA-OFT), it names the two vision towers (``timm_model_ids``) and has
@@ -34,7 +34,7 @@ from rlinf.models.hf_folder import (
     tensor_files,
 )
 from rlinf.models.images import PREPROCESSOR_FILE
-from rlinf.models.vla_network import TOWERS, VLANetwork
+from rlinf.models.openvla_network import TOWERS, OpenVLANetwork
 
 MODEL_TYPE = "openvla"
 DEFAULT_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -68,7 +68,7 @@ OPTIONAL_TENSORS = ("value_head.", "proprio_projector.", "places")
 """Prefixes of tensor names that a folder may lack."""
 
 
-class VLAConfig(Section):
+class OpenVLAOFTConfig(Section):
     """Options of OpenVLA policies: a folder, or the sizes of a new network."""
 
     path: Path | None = None
@@ -105,8 +105,12 @@ class VLAConfig(Section):
     """Name of the data set in the statistics; null: the only one."""
 
 
-def new_vla_config(
-    config: VLAConfig, spec: ModelSpec, vocabulary: int, dataset: str, statistics: Mapping[str, Any]
+def new_openvla_config(
+    config: OpenVLAOFTConfig,
+    spec: ModelSpec,
+    vocabulary: int,
+    dataset: str,
+    statistics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a new network.
 
@@ -172,7 +176,7 @@ def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_openvla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read ``config.json``, and add sizes and normalization of the towers that it only names.
 
     Args:
@@ -187,8 +191,8 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
     source = f"model.path: {folder}/config.json"
     if settings["model_type"] != MODEL_TYPE:
         raise DataError(
-            f"model.path: {folder} is a {settings['model_type']!r} model; model.name=vla takes "
-            f"folders of the type {MODEL_TYPE!r}"
+            f"model.path: {folder} is a {settings['model_type']!r} model; model.name=openvla_oft "
+            f"takes folders of the type {MODEL_TYPE!r}"
         )
     is_fused = settings.setdefault("use_fused_vision_backbone", False)
     has_named_towers = is_fused and "vision_config" not in settings
@@ -199,20 +203,22 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
         absent += _missing_vision_keys(settings["vision_config"], fused=is_fused)
     if absent:
         raise DataError(
-            f"{source} has no {', '.join(absent)}; model.name=vla reads folders that it wrote, and "
-            "published ones with two vision towers (use_fused_vision_backbone)"
+            f"{source} has no {', '.join(absent)}; model.name=openvla_oft reads folders that it "
+            "wrote, and published ones with two vision towers (use_fused_vision_backbone)"
         )
     if has_named_towers:
         settings["vision_config"] = _known_towers(source, settings)
     if is_fused:
         settings["vision_config"] = _add_normalization(folder, settings["vision_config"])
     if (kind := settings["text_config"].get("model_type", "llama")) != "llama":
-        raise DataError(f"{source}: text_config.model_type: {kind!r}; model.name=vla has a Llama")
+        raise DataError(
+            f"{source}: text_config.model_type: {kind!r}; model.name=openvla_oft has a Llama"
+        )
     if parts := sorted(path.name for path in folder.glob("*_checkpoint.pt")):
         raise DataError(
             f"model.path: {folder} has {', '.join(parts)}: parts beside the language model, which "
-            "model.name=vla does not have. A separate action head gives no probabilities; use a "
-            "checkpoint with action tokens"
+            "model.name=openvla_oft does not have. A separate action head gives no probabilities; "
+            "use a checkpoint with action tokens"
         )
     return settings
 
@@ -232,7 +238,7 @@ def _known_towers(source: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     ids, sides = settings["timm_model_ids"], settings["image_sizes"]
     if [str(name).partition(".")[0] for name in ids] != list(KNOWN_TOWERS):
         raise DataError(
-            f"{source}: timm_model_ids: {ids}; the towers that model.name=vla knows are "
+            f"{source}: timm_model_ids: {ids}; the towers that model.name=openvla_oft knows are "
             f"{', '.join(KNOWN_TOWERS)}, in this order"
         )
     sizes = [[side, side] if isinstance(side, int) else list(side) for side in sides]
@@ -266,7 +272,7 @@ def _add_normalization(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[str, Any]:
+def missing_settings(folder: Path, config: OpenVLAOFTConfig, spec: ModelSpec) -> dict[str, Any]:
     """Return the values that a published ``config.json`` omits, for this task.
 
     Folders of this project omit nothing.
@@ -291,7 +297,7 @@ def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[s
 
 
 def read_folder_statistics(
-    folder: Path, settings: Mapping[str, Any], config: VLAConfig
+    folder: Path, settings: Mapping[str, Any], config: OpenVLAOFTConfig
 ) -> tuple[str, dict[str, Any]]:
     """Return the name and the action statistics of the data set that defines a folder's bins.
 
@@ -307,7 +313,7 @@ def read_folder_statistics(
     return select_action_statistics(settings["norm_stats"], dataset, "model.path", source)
 
 
-def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> None:
+def check_openvla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> None:
     """Check that stored tensors fit a network, except for optional ones.
 
     Args:
@@ -330,7 +336,7 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
 
 def new_meta_network(
     folder: Path, settings: Mapping[str, Any], value_level: ValueLevel = "chunk"
-) -> VLANetwork:
+) -> OpenVLANetwork:
     """Create the network of a folder on the meta device.
 
     Raises:
@@ -341,14 +347,14 @@ def new_meta_network(
     malformed = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
     try:
         with torch.device("meta"):
-            return VLANetwork(settings, value_level)
+            return OpenVLANetwork(settings, value_level)
     except (*malformed, StrictDataclassError) as error:
         raise DataError(
             f"model.path: {folder}/config.json describes no network ({error!r}); fetch it again"
         ) from None
 
 
-def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
+def check_openvla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     """Check that images, state and actions of a task fit a network.
 
     Raises:

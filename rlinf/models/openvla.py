@@ -8,7 +8,7 @@ tokens (:mod:`rlinf.models.action_encoding`). As in any language model, the logi
 are at the position before it. With OpenVLA's two vision towers (``use_fused_vision_backbone``) the
 layout is that of OpenVLA-OFT, and placeholders are zeros.
 
-The policy folder (:mod:`rlinf.models.vla_folder`) has the Hugging Face format: ``config.json``,
+The policy folder (:mod:`rlinf.models.openvla_folder`) has the Hugging Face format: ``config.json``,
 safetensors weights, a tokenizer, and the action statistics that define the bins.
 """
 
@@ -58,36 +58,41 @@ from rlinf.models.hf_folder import (
 )
 from rlinf.models.images import PREPROCESSOR_FILE
 from rlinf.models.loading import read_weights
-from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
-from rlinf.models.vla_folder import (
-    VLAConfig,
-    check_vla_task,
-    check_vla_tensors,
+from rlinf.models.openvla_folder import (
+    OpenVLAOFTConfig,
+    check_openvla_task,
+    check_openvla_tensors,
     missing_settings,
     new_meta_network,
+    new_openvla_config,
     new_preprocessor_config,
-    new_vla_config,
     read_folder_statistics,
-    read_vla_config,
+    read_openvla_config,
 )
-from rlinf.models.vla_network import VLANetwork
+from rlinf.models.openvla_network import OpenVLANetwork
+from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
 from rlinf.registry import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 
 CONFIG_FILE = "config.json"
 
 
-class VLAPolicy(Policy):
+class OpenVLAOFTPolicy(Policy):
     """A vision-language-action policy with action tokens, as OpenVLA and OpenVLA-OFT."""
 
-    Config = VLAConfig
+    Config = OpenVLAOFTConfig
     requires = frozenset({OBSERVATIONS})
     provides = frozenset({SINGLE_PASS_ACTIONS, VALUE_ESTIMATES})
     parameter_groups = ("policy", "value")
     has_independent_steps = True
-    module: VLANetwork
+    module: OpenVLANetwork
 
     def __init__(
-        self, module: VLANetwork, folder: Path, bins: ActionBins, prompt: str, tokenizer: Tokenizer
+        self,
+        module: OpenVLANetwork,
+        folder: Path,
+        bins: ActionBins,
+        prompt: str,
+        tokenizer: Tokenizer,
     ) -> None:
         self.module, self._folder, self.bins, self._prompt_template = module, folder, bins, prompt
 
@@ -98,24 +103,26 @@ class VLAPolicy(Policy):
         self._tokenize = InstructionTokenizer(tokenize, pad_left=True)
 
     @classmethod
-    def check_spec(cls, config: VLAConfig, spec: ModelSpec) -> Any:
+    def check_spec(cls, config: OpenVLAOFTConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
-            raise ConfigError("task.images: model.name=vla reads images; name a camera and a size")
+            raise ConfigError(
+                "task.images: model.name=openvla_oft reads images; name a camera and a size"
+            )
         if action.get("kind") != "box":
             raise ConfigError(
-                "model.name: vla needs vector actions, and this task has discrete actions; choose "
-                "model.name=cnn"
+                "model.name: openvla_oft needs vector actions, and this task has discrete actions; "
+                "choose model.name=cnn"
             )
         if config.path is not None:
             source = config.path.expanduser()
-            settings = read_vla_config(source, missing_settings(source, config, spec))
+            settings = read_openvla_config(source, missing_settings(source, config, spec))
             read_folder_statistics(source, settings, config)
             check_weight_files(source)
             read_tokenizer(source)
-            check_vla_task(settings, spec)
+            check_openvla_task(settings, spec)
             network = new_meta_network(source, settings, config.value_level)
-            check_vla_tensors(source, stored_shapes(source), network)
+            check_openvla_tensors(source, stored_shapes(source), network)
         else:
             name, statistics = cls._statistics(config, spec)
             if len(statistics["action"]["q01"]) != action["size"]:
@@ -123,10 +130,10 @@ class VLAPolicy(Policy):
                     f"model.norm_stats: of {len(statistics['action']['q01'])} numbers; an action "
                     f"of this task has {action['size']}"
                 )
-            check_vla_task(new_vla_config(config, spec, 256, name, statistics), spec)
+            check_openvla_task(new_openvla_config(config, spec, 256, name, statistics), spec)
 
     @classmethod
-    def create(cls, config: VLAConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
+    def create(cls, config: OpenVLAOFTConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
         cls.check_spec(config, spec)
         if config.path is not None:
             source = config.path.expanduser().resolve()
@@ -139,7 +146,7 @@ class VLAPolicy(Policy):
             return
         vocabulary = write_character_tokenizer(DEFAULT_ALPHABET, folder)
         name, statistics = cls._statistics(config, spec)
-        settings = new_vla_config(config, spec, len(vocabulary), name, statistics)
+        settings = new_openvla_config(config, spec, len(vocabulary), name, statistics)
         (folder / STATISTICS_FILE).write_text(json.dumps({name: statistics}, indent=1))
         (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=1))
         if config.use_fused_vision_backbone:
@@ -148,11 +155,11 @@ class VLAPolicy(Policy):
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = VLANetwork(read_vla_config(folder), config.value_level)
+            module = OpenVLANetwork(read_openvla_config(folder), config.value_level)
         save_file(module.state_dict(), folder / WEIGHTS_FILE, {"format": "pt"})
 
     @staticmethod
-    def _statistics(config: VLAConfig, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
+    def _statistics(config: OpenVLAOFTConfig, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         """Return the data set name and the statistics that define the bins of a new network."""
         if config.norm_stats is not None:
             return read_action_statistics(config.norm_stats, config.unnorm_key, "model.norm_stats")
@@ -161,20 +168,20 @@ class VLAPolicy(Policy):
         return "actions", {"action": {"q01": q01, "q99": q99}}
 
     @classmethod
-    def load(cls, folder: Path, config: VLAConfig) -> Self:
+    def load(cls, folder: Path, config: OpenVLAOFTConfig) -> Self:
         """Load a policy folder.
 
         Raises:
             DataError: Files are missing, damaged, or inconsistent.
         """
-        settings = read_vla_config(folder)
+        settings = read_openvla_config(folder)
         statistics = read_folder_statistics(folder, settings, config)[1]
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                module = VLANetwork(settings, config.value_level)
+                module = OpenVLANetwork(settings, config.value_level)
             tensors = read_weights(folder)
-            check_vla_tensors(folder, {n: t.shape for n, t in tensors.items()}, module)
+            check_openvla_tensors(folder, {n: t.shape for n, t in tensors.items()}, module)
             if module.places is not None and "places" not in tensors:
                 # The placeholders of OpenVLA-OFT are zeros.
                 tensors["places"] = torch.zeros_like(module.places)
