@@ -12,10 +12,11 @@ policies = Registry(
         "qwen2_5_vl": "rlinf.models.qwen2_5_vl:Qwen25VL",
         "mlp": "rlinf.models.actor_critic:MLPPolicy",
         "mlp_q": "rlinf.models.tanh_normal_q:MLPQPolicy",
+        "openvla": "rlinf.models.openvla:OpenVLAPolicy",
+        "openvla_oft": "rlinf.models.openvla:OpenVLAOFTPolicy",
         "pi0": "rlinf.models.pi0:Pi0Policy",
         "pi05": "rlinf.models.pi0:Pi05Policy",
         "smolvla": "rlinf.models.smolvla:SmolVLAPolicy",
-        "openvla_oft": "rlinf.models.openvla:OpenVLAOFTPolicy",
     },
     base="rlinf.models.base:Policy",
 )

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import STATISTICS_FILE
+from rlinf.models.image_resampling import ImageResampler
 from rlinf.models.openvla import OpenVLAOFTPolicy
 from rlinf.models.openvla_folder import OpenVLAOFTConfig
 from rlinf.trainers.fsdp import FSDPTrainer
@@ -191,7 +193,6 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) ->
         ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*discrete"),
         ({"patch_size": 5}, {}, r"model\.patch_size: images of 16 x 24"),
         ({"heads": 5}, {}, r"model\.heads: "),
-        ({}, {"images": {"a": [16, 16], "b": [16, 24]}}, r"task\.images\.b: 16 x 24"),
         ({"proprio_dim": 6}, {}, r"model\.proprio_dim: 6 numbers.*5"),
     ],
 )
@@ -227,3 +228,98 @@ def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2, "each time that it began anew"
     assert "has 1 outputs, and 4 are needed (model.value_level" in messages[0]
+
+
+def test_images_of_another_size_are_resized(tmp_path: Path) -> None:
+    policy = made(tmp_path)
+    spec = {**SPEC, "images": {"front": [32, 48], "wrist": [16, 24]}}
+    OpenVLAOFTPolicy.check_spec(OpenVLAOFTConfig(path=tmp_path), spec)
+    seen = {n: torch.tensor(c) for n, c in request(2, 0).steps.items()}
+    larger = dict(seen)
+    front = seen["images.front"]
+    larger["images.front"] = front.repeat_interleave(2, 1).repeat_interleave(2, 2)
+    with torch.no_grad():
+        one, other = policy.act(seen, None, 1.0), policy.act(larger, None, 1.0)
+    assert one["logprob"].shape == other["logprob"].shape
+    assert torch.isfinite(other["logprob"]).all()
+
+
+def test_a_center_crop_is_applied_to_each_camera(tmp_path: Path) -> None:
+    policy = made(tmp_path)
+    folder = tmp_path / "cropped"
+    folder.mkdir()
+    config = OpenVLAOFTConfig(path=tmp_path, center_crop=True)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, folder)
+    cropping = OpenVLAOFTPolicy.load(folder, config)
+    seen = {n: torch.tensor(c) for n, c in request(2, 0).steps.items()}
+    crop = ImageResampler((16, 24), center_crop=True)
+    images = {n: crop(c) for n, c in seen.items() if n.startswith("images.")}
+    with torch.no_grad():
+        found, plain = cropping.act(seen, None, 1.0), policy.act(seen, None, 1.0)
+        wanted = policy.act({**seen, **images}, None, 1.0)
+    assert torch.equal(found["logprob"], wanted["logprob"])
+    assert not torch.equal(found["logprob"], plain["logprob"])
+
+
+def test_weights_are_in_memory_as_dtype_says(tmp_path: Path) -> None:
+    made(tmp_path)
+    policy = OpenVLAOFTPolicy.load(tmp_path, OpenVLAOFTConfig(**SIZES, dtype="bfloat16"))
+    assert {p.dtype for p in policy.module.parameters()} == {torch.bfloat16}
+    seen = {n: torch.tensor(c) for n, c in request(2, 0).steps.items()}
+    with torch.no_grad():
+        found = policy.act(seen, None, 1.0)
+    assert found["action"].dtype == found["logprob"].dtype == found["value"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"use_film": True}], ids=["plain", "film"])
+def test_a_regression_head_learns_the_expert_by_the_l1_loss(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    policy = made(tmp_path, action_head="l1", **options)
+    expert = np.random.default_rng(0).uniform(-1, 1, (3, 3)).astype(np.float32)
+    demonstrations = []
+    for row in range(2):
+        columns = request(3, 0, seed=row).steps
+        demonstrations.append(
+            policy.prepare_demonstration(
+                Trajectory(
+                    identity=RecordId(0, row),
+                    observations=columns["observation"],
+                    actions=expert,
+                    images={c: columns[f"images.{c}"] for c in ("front", "wrist")},
+                    instruction=columns[INSTRUCTION_COLUMN],
+                )
+            )
+        )
+    batch = policy.collate(demonstrations)
+    outputs = policy.evaluate(batch, 1.0, entropy=True)
+    seen = {n: torch.tensor(c) for n, c in request(3, 0, seed=0).steps.items()}
+    with torch.no_grad():
+        acted = policy.act(seen, torch.zeros(3, 4, 3), 1.0)
+    # The bounds of the task are -1 and 1, so actions are not scaled.
+    errors = (acted["action"] - torch.tensor(demonstrations[0].actions)).abs()
+    assert torch.allclose(outputs.logprobs[0], -errors, atol=1e-5)
+    assert outputs.entropy is None
+    assert not acted["logprob"].any()
+    assert "tokens" not in acted
+    optimizer = torch.optim.Adam(policy.module.parameters(), 3e-3)
+    losses = []
+    for _ in range(15):
+        loss = -policy.evaluate(batch, 1.0).logprobs.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    unused = [n for n, p in policy.module.named_parameters() if p.grad is None]
+    assert all(name.startswith("value_head.") for name in unused)
+
+
+def test_a_new_policy_may_have_the_gripper_of_openvla(tmp_path: Path) -> None:
+    policy = made(tmp_path, gripper="openvla")
+    seen = {n: torch.tensor(c) for n, c in request(8, 0).steps.items()}
+    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 8))
+    with torch.no_grad():
+        found = policy.act(seen, noise, 1.0)["action"]
+    assert set(found[..., 2].unique().tolist()) == {-1.0, 1.0}
+    assert len(found[..., :2].unique()) > 2
