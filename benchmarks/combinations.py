@@ -71,7 +71,9 @@ COLUMNS = {
         ),
     ),
     "flow": PolicyTaskColumn("`flow`: vectors", ("model=flow", *PENDULUM)),
-    "vla": PolicyTaskColumn("`vla`: pictures and words", ("model=vla", *WITH_IMAGES)),
+    "openvla_oft": PolicyTaskColumn(
+        "`openvla_oft`: pictures and words", ("model=openvla_oft", *WITH_IMAGES)
+    ),
     "smolvla": PolicyTaskColumn(
         "`smolvla`: pictures and words",
         (

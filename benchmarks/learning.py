@@ -146,7 +146,7 @@ GAINS = {
         "first_model": "names in texts",
         "first_model_lora": "names in texts, by adapters",
     },
-    ("grpo", "vla"): {"vla": "drawer-close-v3"},
+    ("grpo", "openvla_oft"): {"vla": "drawer-close-v3"},
     ("grpo", "smolvla"): {"smolvla": "drawer-close-v3"},
 }
 """Rows of ``python -m benchmarks`` by algorithm and column: prefixes of their names, and their

@@ -156,7 +156,7 @@ def measure_first_model_lora() -> list[BenchmarkRow]:
 def measure_vla() -> list[BenchmarkRow]:
     """Measure a vision-language-action policy with action tokens on Meta-World's drawer-close-v3,
     after SFT on demonstrations and then RL. Needs ``make env NAME=metaworld``."""
-    return metaworld_gain("vla", "metaworld_vla")
+    return metaworld_gain("vla", "metaworld_openvla_oft")
 
 
 def metaworld_gain(prefix: str, experiment: str) -> list[BenchmarkRow]:

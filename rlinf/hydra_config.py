@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlinf import package_paths
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ConfigError
+from rlinf.renamed_keys import component_hint
 
 MISSING_VALUES = {
     "model.path": (
@@ -31,7 +32,7 @@ def to_config_error(error: Exception) -> ConfigError:
         group, _, name = error.missing_cfg_file.rpartition("/")
         if group and error.options:
             return ConfigError(
-                f"{group}={name}: no such {group}{did_you_mean(name, error.options)}"
+                f"{group}={name}: no such {group}{component_hint(group, name, error.options)}"
             )
         return ConfigError(f"{error.missing_cfg_file}: no such configuration file")
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__

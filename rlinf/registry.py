@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlinf.errors import ConfigError, RlinfError, did_you_mean
+from rlinf.renamed_keys import component_hint
 from rlinf.user_code import register_user_component
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Registry:
         if ":" in name:
             return name
         if name not in self._entries:
-            hint = did_you_mean(name, self._entries)
+            hint = component_hint(self.kind, name, self._entries)
             raise ConfigError(f"{key or self.kind + '.name'}: unknown {self.kind} {name!r}{hint}")
         return self._entries[name]
 

@@ -1,8 +1,10 @@
-"""Keys that had another name before, or were removed, for the error about an unknown key."""
+"""Keys and names that were different before, or were removed, for errors about unknown ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from rlinf.errors import did_you_mean
 
 RENAMED_KEYS: Mapping[str, str] = {
     "algorithm.action_edge": "action_bound_eps",
@@ -204,3 +206,22 @@ REMOVED_KEYS: Mapping[str, str] = {
     "scenario.walltime": "give walltime_s, the time limit of a job in seconds",
 }
 """What to do instead, by dotted key. Names of kinds, stages, ... are left out of the keys."""
+
+RENAMED_COMPONENTS: Mapping[str, str] = {
+    "experiment.libero_vla": "libero_openvla_oft",
+    "experiment.metaworld_vla": "metaworld_openvla_oft",
+    "model.vla": "openvla_oft",
+}
+"""The current name of a component or experiment, by ``KIND.NAME`` before."""
+
+
+def component_hint(kind: str, name: str, valid: Iterable[str]) -> str:
+    """Return a hint for an unknown component: its current name, or the most similar one.
+
+    Args:
+        kind: The registry or configuration group, such as ``model``.
+        name: The unknown name.
+        valid: The valid names.
+    """
+    current = RENAMED_COMPONENTS.get(f"{kind}.{name}")
+    return f"; it is {current!r} now" if current else did_you_mean(name, valid)

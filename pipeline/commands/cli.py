@@ -405,17 +405,32 @@ def world_model(
 @app.command()
 def convert(
     source: Annotated[
-        str, typer.Argument(help="A .gguf file, or an installed package that contains one")
+        str,
+        typer.Argument(
+            help="A .gguf file, an installed package that contains one, or a folder of OpenVLA "
+            "with pickled weights"
+        ),
     ],
     target: Annotated[Path, typer.Argument(help="New folder for the model")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with Llama 2's tokenizer, for a native (Prismatic) OpenVLA"),
+    ] = None,
 ) -> None:
-    """Convert a GGUF file to a model folder with float32 weights.
+    """Convert a GGUF file or an OpenVLA checkpoint to a model folder.
 
     Set model.path to that folder.
     """
-    from rlinf.models.loading import convert_gguf
+    if Path(source).is_dir():
+        from rlinf.models.openvla_conversion import convert_openvla
 
-    convert_gguf(source, target)
+        convert_openvla(Path(source), target, tokenizer)
+    else:
+        from rlinf.models.loading import convert_gguf
+
+        if tokenizer is not None:
+            raise ConfigError(f"--tokenizer {tokenizer}: {source} has its own; remove the option")
+        convert_gguf(source, target)
     typer.echo(f"model folder: {target}")
 
 

@@ -147,11 +147,15 @@ STATISTICS_FILE = "dataset_statistics.json"
 """The file with action statistics by data set, as OpenVLA writes it."""
 BIN_EPS = 1e-8
 """Constant that OpenVLA-OFT adds to the width of an interval."""
+GripperConvention = Literal["openvla", "simulator"]
+"""Meaning of the last component of a policy's actions. In the data of ``openvla``, 0 closes the
+gripper and 1 opens it; the simulator (LIBERO, robosuite) gets 1 to close and -1 to open. With
+``simulator``, both are equal."""
 
 
 @dataclass(frozen=True)
 class ActionBins:
-    """The token encoding of action vectors with ``D`` numbers."""
+    """The scaling of action vectors with ``D`` numbers to [-1, 1], and their encoding as tokens."""
 
     low: np.ndarray
     """Lower end of the bins in the simulator's units, ``[D]``."""
@@ -163,25 +167,35 @@ class ActionBins:
     """Id of the first action token."""
     num_bins: int = 256
     """Number of action tokens; there is one bin less."""
+    gripper: GripperConvention = "simulator"
 
     @classmethod
-    def from_statistics(cls, statistics: Mapping[str, Any], first: int, count: int) -> ActionBins:
+    def from_statistics(
+        cls,
+        statistics: Mapping[str, Any],
+        first: int,
+        count: int,
+        gripper: GripperConvention = "simulator",
+    ) -> ActionBins:
         """Create the bins for the ``action`` statistics of a data set.
 
         Args:
             statistics: An ``action`` entry of a :data:`STATISTICS_FILE` file.
             first: Id of the first action token.
             count: Number of action tokens.
+            gripper: Meaning of the last number.
 
         Raises:
-            KeyError, ValueError: The statistics are malformed.
+            KeyError, ValueError: The statistics are malformed, or scale the gripper of OpenVLA.
         """
         low, high = (np.asarray(statistics[name], np.float64) for name in ("q01", "q99"))
         is_scaled = np.asarray(statistics.get("mask", [True] * len(low)), bool)
         shapes_match = low.ndim == 1 and low.shape == high.shape == is_scaled.shape
         if not (shapes_match and (low <= high).all()):
             raise ValueError("q01, q99 and mask have different lengths, or q01 is above q99")
-        return cls(low, high, is_scaled, first, count)
+        if gripper == "openvla" and is_scaled[-1]:
+            raise ValueError("the mask of the last number is true, which scales the gripper")
+        return cls(low, high, is_scaled, first, count, gripper)
 
     @property
     def _edges(self) -> np.ndarray:
@@ -189,9 +203,7 @@ class ActionBins:
 
     def encode(self, actions: np.ndarray) -> np.ndarray:
         """Return token ids int64 ``[..., D]`` of actions ``[..., D]``, clipped to the bins."""
-        width = self.high - self.low + BIN_EPS
-        normalized = np.where(self.is_scaled, 2 * (actions - self.low) / width - 1, actions)
-        bins = np.digitize(np.clip(normalized, -1, 1), self._edges)
+        bins = np.digitize(self.normalize(actions), self._edges)
         ids: np.ndarray = (self.first_token_id + self.num_bins - bins).astype(np.int64)
         return ids
 
@@ -200,12 +212,30 @@ class ActionBins:
         edges = self._edges
         centers = torch.tensor((edges[1:] + edges[:-1]) / 2, device=tokens.device)
         last = self.first_token_id + self.num_bins - 1
-        normalized = centers[(last - tokens).clamp(0, self.num_bins - 2)]
+        return self.unnormalize(centers[(last - tokens).clamp(0, self.num_bins - 2)])
+
+    def normalize(self, actions: np.ndarray) -> np.ndarray:
+        """Convert the simulator's actions ``[..., D]`` to [-1, 1], clipped, float64."""
+        actions = np.array(actions, np.float64)
+        if self.gripper == "openvla":
+            actions[..., -1] = (1 - actions[..., -1]) / 2
+        width = self.high - self.low + BIN_EPS
+        normalized = np.where(self.is_scaled, 2 * (actions - self.low) / width - 1, actions)
+        return np.clip(normalized, -1, 1)
+
+    def unnormalize(self, normalized: Tensor) -> Tensor:
+        """Convert numbers ``[..., D]`` to the simulator's actions, float32.
+
+        OpenVLA's gripper is binarized, as in its evaluation.
+        """
         low, width, is_scaled = (
-            torch.tensor(column, device=tokens.device)
+            torch.tensor(column, device=normalized.device)
             for column in (self.low, self.high - self.low + BIN_EPS, self.is_scaled)
         )
-        return torch.where(is_scaled, (normalized + 1) / 2 * width + low, normalized).float()
+        actions = torch.where(is_scaled, (normalized.double() + 1) / 2 * width + low, normalized)
+        if self.gripper == "openvla":
+            actions = torch.cat([actions[..., :-1], -(2 * actions[..., -1:] - 1).sign()], -1)
+        return actions.float()
 
 
 def compute_statistics(actions: np.ndarray) -> dict[str, list[Any]]:

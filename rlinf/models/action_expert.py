@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlinf.models.action_encoding import ValueLevel
 from rlinf.models.attention import grouped_query_attention
-from rlinf.models.vla_network import GeluMLP
+from rlinf.models.openvla_network import GeluMLP
 
 ROPE_THETA = 10_000.0
 """Base of the rotary embedding in LeRobot, which ignores ``rope_theta``."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rlinf.models.action_encoding import ValueLevel
 from rlinf.models.action_expert import FlowVLANetwork, KeyValues, PrefixCache, siglip_tower
 from rlinf.models.attention import grouped_query_attention
-from rlinf.models.vla_network import UnusedTensors
+from rlinf.models.openvla_network import UnusedTensors
 
 TIME_CHANNELS = 256
 """Number of sinusoids of the time in the diffusion transformer."""

@@ -407,6 +407,34 @@ def _converts_one_by_one(module: Any) -> bool:
     return all(len(rule.reverse_transform().source_patterns) == 1 for rule in mapping)
 
 
+def check_new_folder(folder: Path) -> None:
+    """Check that a folder does not exist.
+
+    Raises:
+        DataError: It does.
+    """
+    if folder.exists():
+        raise DataError(f"{folder}: is there already; name another folder or remove it")
+
+
+@contextlib.contextmanager
+def new_model_folder(folder: Path) -> Iterator[Path]:
+    """Create a folder whose files are written inside this context, to the folder that it yields.
+
+    The folder appears only if there is no exception.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
+        written = Path(name) / "model"
+        written.mkdir()
+        yield written
+        for path in written.iterdir():
+            sync_file(path)
+        sync_file(written)
+        written.rename(folder)
+    sync_file(folder.parent)
+
+
 def find_gguf(source: str) -> Path:
     """Return the GGUF file at a path, or the only one in an installed package.
 
@@ -445,8 +473,7 @@ def convert_gguf(source: str, folder: Path) -> None:
             the file as a causal language model.
     """
     file = find_gguf(source)
-    if folder.exists():
-        raise DataError(f"{folder}: is there already; name another folder or remove it")
+    check_new_folder(folder)
     for package in ("gguf", "accelerate"):
         require_package(package, "gguf", f"{source}: reading GGUF files")
     import torch
@@ -467,13 +494,6 @@ def convert_gguf(source: str, folder: Path) -> None:
     # A new model, because the loaded model is marked as quantized and cannot be saved.
     dequantized = type(model)(config)
     dequantized.load_state_dict(model.state_dict())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name:
-        written = Path(name) / "model"
+    with new_model_folder(folder) as written:
         dequantized.save_pretrained(written)
         tokenizer.save_pretrained(written)
-        for path in written.iterdir():
-            sync_file(path)
-        sync_file(written)
-        written.rename(folder)
-    sync_file(folder.parent)

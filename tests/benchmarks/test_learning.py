@@ -100,7 +100,7 @@ def test_a_cell_says_what_all_seeds_reached(
     ]
     gains.write_text(json.dumps({"rows": rows}))
     assert cell("grpo", "causal_lm", {}) == "learns: names in texts +20 points"
-    assert cell("grpo", "vla", {}) == "goal not reached: drawer-close-v3 +20 points"
+    assert cell("grpo", "openvla_oft", {}) == "goal not reached: drawer-close-v3 +20 points"
 
 
 @pytest.mark.usefixtures("undrawn")

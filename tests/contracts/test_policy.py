@@ -34,7 +34,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
     "mlp_q": {"hidden": (8,), "critic_hidden": (8,), "use_state_value": True},
     "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features_dim": 8},
-    "vla": {
+    "openvla": {**TINY, "vision_hidden": 16, "vision_heads": 2, "patch_size": 4},
+    "openvla_oft": {
         **TINY,
         "vision_hidden": 16,
         "vision_heads": 2,
@@ -77,7 +78,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 NUMBERED = ("mylab.policy:Linear",)
 """Those whose actions are numbers alone."""
-VECTORS = ("mlp_q", "vla", "flow", "smolvla", "pi0", "pi05", "gr00t", "wall_oss")
+VECTORS = ("mlp_q", "openvla", "openvla_oft", "flow", "smolvla", "pi0", "pi05", "gr00t", "wall_oss")
 """Those whose actions are vectors alone."""
 
 

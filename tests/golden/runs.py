@@ -84,7 +84,7 @@ RUNS: Mapping[str, list[str]] = {
         "model.critic_hidden=[16, 16]",
     ],
     "metaworld_vla": [
-        "experiment=metaworld_vla",
+        "experiment=metaworld_openvla_oft",
         "iterations=2",
         "reward=environment",
         "task.demonstrations=2",

@@ -116,11 +116,22 @@ def test_what_learns_offline_is_accepted(compose: Compose, prior: Path) -> None:
 def test_heads_that_do_not_divide_are_refused(
     compose: Compose, words: list[str], message: str
 ) -> None:
-    seen = ["model=vla", "task.images={free: [32, 32]}", "task.instruction=balance"]
+    seen = ["model=openvla_oft", "task.images={free: [32, 32]}", "task.instruction=balance"]
     more = ["reward=environment", "engine=direct", "algorithm=grpo", "rollout.group_size=2"]
     values = compose(*seen, *more, *words, experiment="inverted_pendulum_flow")
     with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, values))
+
+
+def test_a_regression_head_without_a_likelihood_only_imitates(compose: Compose) -> None:
+    seen = ["model=openvla_oft", "task.images={free: [32, 32]}", "task.instruction=balance"]
+    more = ["reward=environment", "engine=direct", "algorithm=grpo", "rollout.group_size=2"]
+    words = [*seen, *more, "model.action_head=l1"]
+    values = compose(*words, experiment="inverted_pendulum_flow")
+    with pytest.raises(ConfigError, match=r"model\.action_head: l1 .*likelihood.*iterations=0"):
+        validate_config(validate(RunConfig, values))
+    values = compose(*words, "iterations=0", experiment="inverted_pendulum_flow")
+    validate_config(validate(RunConfig, values))
 
 
 def test_training_in_half_precision_is_said(

@@ -71,7 +71,7 @@ VLA = [
 ]
 PI = [*VLA, "model.head_dim=8", "model.expert_hidden=24", "model.expert_intermediate=48"]
 MODELS: dict[str, tuple[str, list[str]]] = {
-    "vla": ("metaworld_vla", VLA),
+    "openvla_oft": ("metaworld_openvla_oft", VLA),
     "smolvla": ("metaworld_smolvla", VLA),
     "pi0": ("metaworld_pi05", ["model=pi0", *PI]),
     "pi05": ("metaworld_pi05", PI),
@@ -88,7 +88,7 @@ def values_of(compose: Compose, name: str, data: Path, *words: str, **task: Any)
 @pytest.mark.parametrize(
     ("name", "layout", "kind"),
     [
-        ("vla", "v2.1", "image"),
+        ("openvla_oft", "v2.1", "image"),
         ("smolvla", "v3.0", "video"),
         ("pi0", "v3.0", "image"),
         ("pi05", "v2.1", "video"),
@@ -111,7 +111,7 @@ def test_it_learns_from_data_and_from_rewards_by_one_scaling(
     shown = LeRobotDemonstrations(data, {"cam": "front"}, INSTRUCTION)[1]
     prepared = policy.prepare_demonstration(shown)
     batch, state = policy.collate([prepared]), torch.from_numpy(shown.observations)
-    if name == "vla":
+    if name == "openvla_oft":
         found = policy.bins.decode(batch["actions"][0])
         assert policy.bins.low == pytest.approx(np.quantile(EVERY_ACTION, 0.01, axis=0))
     else:
@@ -144,7 +144,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     compose: Compose, tmp_path: Path, task: dict[str, Any], message: str
 ) -> None:
     data = LAYOUTS["v2.1"](tmp_path / "set", "image")
-    values = values_of(compose, "vla", data, **task)
+    values = values_of(compose, "openvla_oft", data, **task)
     with pytest.raises((ConfigError, DataError), match=message):
         validate_experiment(values)
     assert not (tmp_path / "data").exists()

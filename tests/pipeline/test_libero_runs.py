@@ -32,7 +32,7 @@ SMALL = [
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("policy", ["vla", "smolvla", "pi05"])
+@pytest.mark.parametrize("policy", ["openvla_oft", "smolvla", "pi05"])
 def test_an_iteration_on_libero(compose: Compose, policy: str) -> None:
     need_environment("libero")
     values = compose(*SMALL, f"run.name={policy}", experiment=f"libero_{policy}")

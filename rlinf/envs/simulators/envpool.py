@@ -82,8 +82,6 @@ class EnvPoolEnv:
         import envpool
 
         try:
-            return envpool.make_gymnasium(
-                self._id, num_envs=self.count, seed=seeds, **self._kwargs
-            )
+            return envpool.make_gymnasium(self._id, num_envs=self.count, seed=seeds, **self._kwargs)
         except (AssertionError, TypeError, RuntimeError) as error:
             raise ValueError(f"cannot make {self._id!r}: {error}") from None

@@ -25,8 +25,8 @@ from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
+from rlinf.models.openvla import OpenVLAOFTPolicy
 from rlinf.models.pi0 import Pi0Policy
-from rlinf.models.vla import VLAPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.test_policy import SMALL
 from tests.rlinf.algorithms.test_update import SCORES, samples
@@ -105,7 +105,7 @@ CASES = ["text", "text, streamed", "tokens", "flow"]
 def case(name: str, folder: Path) -> Any:
     if name.startswith("text"):
         return text_case(whiten_advantages=name == "text")
-    cls, model = (VLAPolicy, "vla") if name == "tokens" else (Pi0Policy, "pi0")
+    cls, model = (OpenVLAOFTPolicy, "openvla_oft") if name == "tokens" else (Pi0Policy, "pi0")
     return robot_case(cls, model, folder)
 
 

@@ -80,3 +80,16 @@ def test_a_malformed_file_is_refused(text: str, message: str, tmp_path: Path) ->
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         read_action_statistics(path, None, "model.norm_stats")
+
+
+def test_the_gripper_of_openvla_is_binarized_and_inverted() -> None:
+    """In its data 1 opens, in the simulator -1; bins and numbers between are rounded."""
+    statistics = {"q01": [0.0, 0.0], "q99": [2.0, 1.0], "mask": [True, False]}
+    bins = ActionBins.from_statistics(statistics, 0, 256, "openvla")
+    normalized = bins.normalize(np.array([[0.0, -1.0], [2.0, 1.0]]))
+    np.testing.assert_allclose(normalized, [[-1, 1], [1, 0]], atol=1e-6)
+    tokens = torch.tensor(bins.encode(np.array([[1.0, -1.0], [1.0, 1.0]])))
+    np.testing.assert_array_equal(bins.decode(tokens)[:, 1].numpy(), [-1, 1])
+    numbers = torch.tensor([[0.0, 0.9], [0.0, 0.51], [0.0, 0.49], [0.0, -1.0]])
+    found = bins.unnormalize(numbers)
+    np.testing.assert_allclose(found.numpy(), [[1, -1], [1, -1], [1, 1], [1, 1]])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf.models.vla_folder import KNOWN_TOWERS
-from rlinf.models.vla_network import TOWERS, PretrainedVisionTower
+from rlinf.models.openvla_folder import KNOWN_TOWERS
+from rlinf.models.openvla_network import TOWERS, PretrainedVisionTower
 from tests.rlinf.models import timm_reference
 
 FOUND: dict[str, Any] = json.loads(

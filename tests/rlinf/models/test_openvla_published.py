@@ -26,8 +26,13 @@ from rlinf.models.character_tokenizer import (
     write_character_tokenizer,
 )
 from rlinf.models.images import PREPROCESSOR_FILE
-from rlinf.models.vla import VLAPolicy
-from rlinf.models.vla_folder import VLAConfig, missing_settings, new_meta_network, read_vla_config
+from rlinf.models.openvla import OpenVLAOFTPolicy, OpenVLAPolicy
+from rlinf.models.openvla_folder import (
+    OpenVLAOFTConfig,
+    missing_settings,
+    new_meta_network,
+    read_openvla_config,
+)
 from tests.rlinf.models import acting, test_vision_tower
 from tests.rlinf.models.acting import SPEC, stirred
 
@@ -51,26 +56,29 @@ WHOLE_SPEC: dict[str, Any] = {
 BEGIN = "<s>"
 
 
-def made(folder: Path, **options: Any) -> VLAPolicy:
+def made(folder: Path, **options: Any) -> OpenVLAOFTPolicy:
     """A small policy whose weights make something of everything."""
-    config = VLAConfig(**SIZES, **options)
+    config = OpenVLAOFTConfig(**SIZES, **options)
     first = folder / "first"
     first.mkdir(parents=True)
-    VLAPolicy.create(config, SPEC, 0, first)
-    policy = VLAPolicy.load(first, config)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, first)
+    policy = OpenVLAOFTPolicy.load(first, config)
     stirred(policy)
     policy.save(folder, policy.module.state_dict())
     return policy
 
 
-def published(folder: Path) -> VLAConfig:
+def published(folder: Path, **options: Any) -> OpenVLAOFTConfig:
     """A small folder as it is published: nothing of ours in it but the sizes of its towers."""
-    made(folder)
+    made(folder, **options)
     settings = json.loads((folder / "config.json").read_text())
     ours = ("cameras", "prompt", "num_actions_chunk", "action_dim", "proprio_dim", "unnorm_key")
     settings = {name: value for name, value in settings.items() if name not in ours}
     statistics = {"q01": [-0.5, 0.0, 0.0], "q99": [1.5, 2.0, 1.0], "mask": [True, True, False]}
-    settings["norm_stats"] = {"one": {"action": statistics}, "other": {"action": statistics}}
+    proprio = {"q01": [-1.0, -0.5], "q99": [1.0, 2.5]}
+    settings["norm_stats"] = {
+        name: {"action": statistics, "proprio": proprio} for name in ("one", "other")
+    }
     settings["auto_map"] = {"AutoModelForVision2Seq": "modeling_prismatic.OpenVLA"}
     (folder / "modeling_prismatic.py").write_text("raise SystemExit\n")
     (folder / "config.json").write_text(json.dumps(settings))
@@ -92,10 +100,17 @@ def published(folder: Path) -> VLAConfig:
     places = {n: f"model-0000{1 if n in names[:cut] else 2}-of-00002.safetensors" for n in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / "model.safetensors").unlink()
-    return VLAConfig(path=folder, unnorm_key="one", chunk_size=4)
+    return OpenVLAOFTConfig(
+        path=folder,
+        unnorm_key="one",
+        chunk_size=4,
+        center_crop=False,
+        gripper="simulator",
+        **options,
+    )
 
 
-def evaluate(policy: VLAPolicy, seed: int = 0) -> dict[str, torch.Tensor]:
+def evaluate(policy: OpenVLAOFTPolicy, seed: int = 0) -> dict[str, torch.Tensor]:
     seen = {n: torch.tensor(c) for n, c in acting.request(3, 0, seed=seed).steps.items()}
     noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 3))
     with torch.no_grad():
@@ -106,14 +121,14 @@ def test_a_policy_made_of_a_published_folder_says_the_same_wherever_it_is_saved(
     tmp_path: Path,
 ) -> None:
     config = published(tmp_path / "published")
-    VLAPolicy.check_spec(config, SPEC)
+    OpenVLAOFTPolicy.check_spec(config, SPEC)
     first, again = tmp_path / "run", tmp_path / "again"
     first.mkdir()
     again.mkdir()
-    VLAPolicy.create(config, SPEC, 0, first)
-    policy = VLAPolicy.load(first, config)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, first)
+    policy = OpenVLAOFTPolicy.load(first, config)
     policy.save(again, policy.module.state_dict())
-    other = VLAPolicy.load(again, config)
+    other = OpenVLAOFTPolicy.load(again, config)
     one, two = evaluate(policy), evaluate(other)
     assert all(torch.equal(one[name], two[name]) for name in one)
     published_names = json.loads(
@@ -133,9 +148,9 @@ def test_a_policy_made_of_a_published_folder_says_the_same_wherever_it_is_saved(
 
 def test_the_trainer_recomputes_what_was_sampled_of_both_towers(tmp_path: Path) -> None:
     made(tmp_path)
-    config = VLAConfig(**SIZES)
-    records = acting.rolled_out(VLAPolicy, config, tmp_path)
-    learns = acting.trainer(VLAPolicy, config, tmp_path)
+    config = OpenVLAOFTConfig(**SIZES)
+    records = acting.rolled_out(OpenVLAOFTPolicy, config, tmp_path)
+    learns = acting.trainer(OpenVLAOFTPolicy, config, tmp_path)
     acting.assert_recomputed(learns, records, 1.0)
     learns.close()
 
@@ -145,10 +160,12 @@ def test_one_update_trains_every_part_and_leaves_alone_what_is_never_run(
     tmp_path: Path, dtype: str
 ) -> None:
     made(tmp_path, proprio_dim=2)
-    config = VLAConfig(**SIZES, proprio_dim=2)
-    records = acting.rolled_out(VLAPolicy, config, tmp_path)
-    learns = acting.trainer(VLAPolicy, config, tmp_path, param_dtype=dtype)
-    before = {n: t.clone() for n, t in VLAPolicy.load(tmp_path, config).module.state_dict().items()}
+    config = OpenVLAOFTConfig(**SIZES, proprio_dim=2)
+    records = acting.rolled_out(OpenVLAOFTPolicy, config, tmp_path)
+    learns = acting.trainer(OpenVLAOFTPolicy, config, tmp_path, param_dtype=dtype)
+    before = {
+        n: t.clone() for n, t in OpenVLAOFTPolicy.load(tmp_path, config).module.state_dict().items()
+    }
     learner = Learner(learns, {"policy": 1e-2, "value": 1e-2}, temperature=1.0)
     algorithm = PPO(PPOConfig(logprob_level="token", old_logprobs="rollout", value_loss_coef=1.0))
     algorithm.update(learner, [acting.rewarded(records)])
@@ -156,7 +173,7 @@ def test_one_update_trains_every_part_and_leaves_alone_what_is_never_run(
     saved.mkdir()
     learns.policy.save(saved, learns.full_state_dict())
     after = load_file(saved / "model.safetensors")
-    unread = {name for name, _ in VLAPolicy.load(tmp_path, config).module.named_buffers()}
+    unread = {name for name, _ in OpenVLAOFTPolicy.load(tmp_path, config).module.named_buffers()}
     still = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
     assert still == {name for name in unread if name in before}
     towers = {name.split(".")[1] for name in before.keys() - still if "vision_backbone" in name}
@@ -164,12 +181,35 @@ def test_one_update_trains_every_part_and_leaves_alone_what_is_never_run(
     learns.close()
 
 
-def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(tmp_path: Path) -> None:
-    """First token, patches of each picture, rest of the prompt, nothing in the places, end."""
-    config = published(tmp_path / "published")
+def regression(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """OpenVLA-OFT's head of two residual blocks, for hidden states ``[C, D * width]``."""
+    state = {name.removeprefix("model."): t for name, t in head.state_dict().items()}
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    x = linear(normed(hidden, "layer_norm1"), "fc1").relu()
+    for block in ("mlp_resnet_blocks.0.ffn", "mlp_resnet_blocks.1.ffn"):
+        x = linear(normed(x, f"{block}.0"), f"{block}.1").relu() + x
+    return linear(normed(x, "layer_norm2"), "fc2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"proprio_dim": 2}, {"use_film": True}, {"action_head": "l1", "proprio_dim": 2}],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """First token, patches of each picture, state, rest of the prompt, no placeholders, end."""
+    config = published(tmp_path / "published", **options)
     (tmp_path / "run").mkdir()
-    VLAPolicy.create(config, SPEC, 0, tmp_path / "run")
-    policy = VLAPolicy.load(tmp_path / "run", config)
+    OpenVLAOFTPolicy.create(config, SPEC, 0, tmp_path / "run")
+    policy = OpenVLAOFTPolicy.load(tmp_path / "run", config)
     network = policy.module
     found = evaluate(policy)
     steps = acting.request(3, 0).steps
@@ -183,19 +223,38 @@ def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(tmp_path: P
         ids = torch.tensor([tokenizer.encode(words).ids])
         with torch.no_grad():
             embedded = model.get_input_embeddings()(ids)
+            end = model.get_input_embeddings()(torch.tensor([[1]]))
+            condition = torch.cat([embedded, end], 1).mean(1) if "use_film" in options else None
             patches = []
             for camera in ("front", "wrist"):
                 picture = torch.tensor(steps[f"images.{camera}"][row]).permute(2, 0, 1) / 255
                 dino, siglip = ((picture - means) / deviations).split(1)
-                features = torch.cat([towers.featurizer(dino), towers.fused_featurizer(siglip)], -1)
+                pair = zip(
+                    (towers.featurizer, towers.fused_featurizer), (dino, siglip), strict=True
+                )
+                features = torch.cat([tower(pixels, condition) for tower, pixels in pair], -1)
                 patches.append(network.projector(features))
-            end = model.get_input_embeddings()(torch.tensor([[1]]))
+            if "proprio_dim" in options:
+                # Quantiles -1 and 1 of the first number, -0.5 and 2.5 of the second one.
+                numbers = torch.tensor(steps["observation"][row, :2])
+                scaled = ((numbers - torch.tensor([0.0, 1.0])) / torch.tensor([1.0, 1.5])).clamp(
+                    -1, 1
+                )
+                patches.append(network.proprio_projector(scaled)[None, None])
             places = torch.zeros(1, 12, 32)
             inputs = torch.cat([embedded[:, :1], *patches, embedded[:, 1:], places, end], 1)
             every = torch.zeros(1, 1, inputs.shape[1], inputs.shape[1])
-            logits = model(inputs_embeds=inputs, attention_mask=every, use_cache=False).logits
+            hidden = model.model(inputs_embeds=inputs, attention_mask=every, use_cache=False)[0]
         begin = inputs.shape[1] - 14
-        of_actions = logits[0, begin : begin + 12, -256:] / 0.7
+        predictors = hidden[0, begin : begin + 12]
+        if network.action_head is not None:
+            normalized = regression(network.action_head, predictors.reshape(4, 96)).detach()
+            low, high = torch.tensor([[-0.5, 0.0], [1.5, 2.0]])
+            scaled = (normalized[:, :2] + 1) / 2 * (high - low) + low
+            actions = torch.cat([scaled, normalized[:, 2:]], 1)
+            assert torch.allclose(found["action"][row], actions, atol=1e-5)
+            continue
+        of_actions = F.linear(predictors, model.lm_head.weight)[:, -256:] / 0.7
         logprobs = F.log_softmax(of_actions, -1).reshape(4, 3, 256)
         tokens = found["tokens"][row] - network.first_action_token_id
         wanted = logprobs.gather(-1, tokens[..., None])[..., 0]
@@ -281,7 +340,7 @@ def changed(file: str, **values: Any) -> Callable[[Path], None]:
         (lambda f: (f / TOKENIZER_FILE).unlink(), r"tokenizer\.json"),
         (
             lambda f: (f / "action_head--100_checkpoint.pt").touch(),
-            r"action_head--100_checkpoint\.pt.*no probabilities",
+            r"action_head--100_checkpoint\.pt.*rlinf convert .*published NEW_FOLDER",
         ),
         (
             lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
@@ -295,25 +354,76 @@ def test_a_folder_that_lacks_something_is_refused_by_file_and_key(
     config = published(tmp_path / "published")
     change(tmp_path / "published")
     with pytest.raises(DataError, match=wanted):
-        VLAPolicy.check_spec(config, SPEC)
+        OpenVLAOFTPolicy.check_spec(config, SPEC)
 
 
 def test_a_data_set_is_chosen_where_there_are_several(tmp_path: Path) -> None:
     published(tmp_path / "published")
     with pytest.raises(DataError, match=r"model\.unnorm_key: .*one, other"):
-        VLAPolicy.check_spec(VLAConfig(path=tmp_path / "published"), SPEC)
+        OpenVLAOFTPolicy.check_spec(
+            OpenVLAOFTConfig(path=tmp_path / "published", center_crop=False, gripper="simulator"),
+            SPEC,
+        )
     # What OpenVLA-OFT writes beside counts before what OpenVLA has inside.
     statistics = {"late": {"action": {"q01": [0.0] * 3, "q99": [9.0] * 3}}}
     (tmp_path / "published" / STATISTICS_FILE).write_text(json.dumps(statistics))
     (tmp_path / "run").mkdir()
-    config = VLAConfig(path=tmp_path / "published", chunk_size=4)
-    VLAPolicy.create(config, SPEC, 0, tmp_path / "run")
-    assert VLAPolicy.load(tmp_path / "run", config).bins.high.tolist() == [9.0] * 3
+    config = OpenVLAOFTConfig(
+        path=tmp_path / "published", chunk_size=4, center_crop=False, gripper="simulator"
+    )
+    OpenVLAOFTPolicy.create(config, SPEC, 0, tmp_path / "run")
+    assert OpenVLAOFTPolicy.load(tmp_path / "run", config).bins.high.tolist() == [9.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "wanted"),
+    [
+        ({"center_crop": None}, ConfigError, r"model\.center_crop: .*published.* set true"),
+        ({"gripper": None}, ConfigError, r"model\.gripper: .*published.* set openvla"),
+        (
+            {"proprio_dim": 3},
+            DataError,
+            r"model\.proprio_dim: .*data set one has no quantiles q01 and q99 of 3 numbers",
+        ),
+        ({"unnorm_key": "two"}, DataError, r"model\.unnorm_key: .*one, other"),
+    ],
+)
+def test_options_that_a_published_folder_does_not_answer_are_needed(
+    options: dict[str, Any], error: type[Exception], wanted: str, tmp_path: Path
+) -> None:
+    config = published(tmp_path / "published").model_copy(update=options)
+    with pytest.raises(error, match=wanted):
+        OpenVLAOFTPolicy.check_spec(config, SPEC)
+
+
+def test_a_gripper_of_openvla_must_not_be_scaled(tmp_path: Path) -> None:
+    config = published(tmp_path / "published").model_copy(update={"gripper": "openvla"})
+    OpenVLAOFTPolicy.check_spec(config, SPEC)
+    statistics = {"one": {"action": {"q01": [0.0] * 3, "q99": [1.0] * 3}}}
+    (tmp_path / "published" / STATISTICS_FILE).write_text(json.dumps(statistics))
+    with pytest.raises(DataError, match=r"model\.gripper: .*scales the gripper.*simulator"):
+        OpenVLAOFTPolicy.check_spec(config, SPEC)
+
+
+def test_new_parts_of_published_weights_are_initialized(tmp_path: Path) -> None:
+    """As OpenVLA-OFT's fine-tuning of openvla-7b begins."""
+    config = published(tmp_path / "published").model_copy(
+        update={"action_head": "l1", "use_film": True, "proprio_dim": 2}
+    )
+    (tmp_path / "run").mkdir()
+    OpenVLAOFTPolicy.create(config, SPEC, 0, tmp_path / "run")
+    policy = OpenVLAOFTPolicy.load(tmp_path / "run", config)
+    again = OpenVLAOFTPolicy.load(tmp_path / "run", config)
+    state, other = policy.module.state_dict(), again.module.state_dict()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+    assert state["action_head.model.fc1.weight"].std() > 0
+    assert state["vision_backbone.featurizer.blocks.0.scale.weight"].std() > 0
+    assert torch.isfinite(evaluate(policy)["action"]).all()
 
 
 def test_two_towers_need_a_layer_that_is_run() -> None:
     with pytest.raises(ConfigError, match=r"model\.vision_layers: "):
-        VLAPolicy.check_spec(VLAConfig(**{**SIZES, "vision_layers": 1}), SPEC)
+        OpenVLAOFTPolicy.check_spec(OpenVLAOFTConfig(**{**SIZES, "vision_layers": 1}), SPEC)
 
 
 def llama() -> dict[str, list[int]]:
@@ -354,10 +464,29 @@ def write_outline(path: Path, shapes: dict[str, list[int]]) -> None:
         file.truncate(8 + len(text) + at)
 
 
-def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path: Path) -> None:
-    tensors = whole()
-    assert len(tensors) == 982
-    assert sum(map(math.prod, tensors.values())) == 7_541_237_184
+def finetuned() -> dict[str, list[int]]:
+    """The tensors that OpenVLA-OFT adds for LIBERO: L1 head, projector of the state and FiLM."""
+    added = {"proprio_projector.fc1.weight": [4096, 8], "proprio_projector.fc2.weight": [4096] * 2}
+    added |= {f"proprio_projector.fc{layer}.bias": [4096] for layer in (1, 2)}
+    head = {"layer_norm1.weight": [28672], "fc1.weight": [4096, 28672], "fc2.weight": [7, 4096]}
+    head |= {"layer_norm1.bias": [28672], "fc1.bias": [4096], "fc2.bias": [7]}
+    head |= {"layer_norm2.weight": [4096], "layer_norm2.bias": [4096]}
+    for block in (0, 1):
+        head |= {f"mlp_resnet_blocks.{block}.ffn.0.{name}": [4096] for name in ("weight", "bias")}
+        head[f"mlp_resnet_blocks.{block}.ffn.1.weight"] = [4096, 4096]
+        head[f"mlp_resnet_blocks.{block}.ffn.1.bias"] = [4096]
+    added |= {f"action_head.model.{name}": shape for name, shape in head.items()}
+    for tower, width, blocks in (("featurizer", 1024, 24), ("fused_featurizer", 1152, 27)):
+        for block in range(blocks):
+            for name in ("scale", "shift"):
+                place = f"vision_backbone.{tower}.blocks.{block}.{name}"
+                added |= {f"{place}.weight": [width, 4096], f"{place}.bias": [width]}
+    return added
+
+
+def write_whole(folder: Path, **added: Any) -> None:
+    """``config.json``, statistics and tokenizer of a published folder of 7 B parameters."""
+    proprio = {"q01": [-1.0] * 8, "q99": [1.0] * 8}
     statistics = {"q01": [-1.0] * 7, "q99": [1.0] * 7, "mask": [True] * 6 + [False]}
     settings = {
         "architectures": ["OpenVLAForActionPrediction"],
@@ -365,7 +494,7 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
         "image_sizes": [224, 224],
         "model_type": "openvla",
         "n_action_bins": 256,
-        "norm_stats": {"libero_10_no_noops": {"action": statistics}},
+        "norm_stats": {"libero_10_no_noops": {"action": statistics, "proprio": proprio}},
         "pad_to_multiple_of": 64,
         "pad_token_id": 32000,
         "text_config": {
@@ -379,26 +508,55 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
             "vit_so400m_patch14_siglip_224",
         ],
         "use_fused_vision_backbone": True,
+        **added,
     }
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings))
     scaling = [{"mean": [0.5] * 3, "std": [0.5] * 3, "inplace": False}] * 2
-    (tmp_path / PREPROCESSOR_FILE).write_text(json.dumps({"tvf_normalize_params": scaling}))
-    write_character_tokenizer(DEFAULT_ALPHABET, tmp_path)
+    (folder / PREPROCESSOR_FILE).write_text(json.dumps({"tvf_normalize_params": scaling}))
+    write_character_tokenizer(DEFAULT_ALPHABET, folder)
+
+
+def test_a_finetuned_folder_of_the_published_size_has_the_tensors_of_our_network(
+    tmp_path: Path,
+) -> None:
+    added = finetuned()
+    write_whole(tmp_path, action_head="l1", use_film=True, proprio_dim=8, decoding="parallel")
+    write_outline(tmp_path / "model.safetensors", whole() | added)
+    config = OpenVLAOFTConfig(path=tmp_path, center_crop=True, gripper="openvla")
+    spec = {**WHOLE_SPEC, "images": {"agentview": [256, 256], "wrist": [256, 256]}}
+    OpenVLAOFTPolicy.check_spec(config, spec)
+    del added["vision_backbone.fused_featurizer.blocks.26.shift.bias"]
+    added["action_head.model.fc3.bias"] = [7]
+    write_outline(tmp_path / "model.safetensors", whole() | added)
+    wanted = (
+        r"missing: vision_backbone\.fused_featurizer\.blocks\.26\.shift\.bias\n"
+        r"not of this network: action_head\.model\.fc3\.bias\n"
+    )
+    with pytest.raises(DataError, match=wanted):
+        OpenVLAOFTPolicy.check_spec(config, spec)
+
+
+@pytest.mark.parametrize(
+    ("policy", "places"),
+    [(OpenVLAPolicy, 256 + 7), (OpenVLAOFTPolicy, 256 + 56 + 1)],
+    ids=["openvla", "openvla_oft"],
+)
+def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(
+    policy: type[OpenVLAPolicy], places: int, tmp_path: Path
+) -> None:
+    tensors = whole()
+    assert len(tensors) == 982
+    assert sum(map(math.prod, tensors.values())) == 7_541_237_184
+    write_whole(tmp_path)
     write_outline(tmp_path / "model.safetensors", tensors)
-    config = VLAConfig(path=tmp_path)
-    VLAPolicy.check_spec(config, WHOLE_SPEC)
-    network = new_meta_network(
-        tmp_path, read_vla_config(tmp_path, missing_settings(tmp_path, config, WHOLE_SPEC))
-    )
-    assert (network.first_action_token_id, network.action_shape, network.num_positions) == (
-        31744,
-        (8, 7),
-        256 + 56 + 1,
-    )
-    assert network._eos_token_id == 2
+    config = policy.Config(path=tmp_path, center_crop=True, gripper="openvla")
+    policy.check_spec(config, WHOLE_SPEC)
+    missing = missing_settings(tmp_path, config, WHOLE_SPEC)
+    network = new_meta_network(tmp_path, read_openvla_config(tmp_path, policy.name, missing))
+    assert (network.first_action_token_id, network.num_positions) == (31744, places)
     del tensors["language_model.model.layers.31.mlp.up_proj.weight"]
     write_outline(tmp_path / "model.safetensors", tensors)
     with pytest.raises(
         DataError, match=r"missing: language_model\.model\.layers\.31\.mlp\.up_proj"
     ):
-        VLAPolicy.check_spec(config, WHOLE_SPEC)
+        policy.check_spec(config, WHOLE_SPEC)

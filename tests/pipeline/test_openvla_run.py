@@ -20,7 +20,7 @@ from tests.pipeline.helpers import output
 
 Compose = Callable[..., dict[str, Any]]
 SMALL = [
-    "run.name=vla",
+    "run.name=openvla",
     "iterations=2",
     "reward=environment",
     "task.demonstrations=2",
@@ -54,9 +54,11 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
     compose: Compose, fused: str
 ) -> None:
     need_environment("metaworld")
-    values = compose(*SMALL, f"model.use_fused_vision_backbone={fused}", experiment="metaworld_vla")
+    values = compose(
+        *SMALL, f"model.use_fused_vision_backbone={fused}", experiment="metaworld_openvla_oft"
+    )
     run_experiment(values)
-    run = Path(values["run"]["root"]) / "vla"
+    run = Path(values["run"]["root"]) / "openvla"
     curve = output(run, "sft")[0].extra["curve"]
     losses = [row["loss"] for row in curve]
     assert losses[0] == pytest.approx(np.log(256), abs=0.3), "of a network that knows nothing"
@@ -96,15 +98,15 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     compose: Compose, changed: str, message: str
 ) -> None:
     need_environment("metaworld")
-    values = compose(changed, experiment="metaworld_vla")
+    values = compose(changed, experiment="metaworld_openvla_oft")
     with pytest.raises(ConfigError, match=message):
         validate_experiment(values)
-    assert not (Path(values["run"]["root"]) / "metaworld_vla").exists()
+    assert not (Path(values["run"]["root"]) / "metaworld_openvla_oft").exists()
 
 
 def test_a_task_without_pictures_is_refused(compose: Compose) -> None:
     need_environment("metaworld")
-    values = compose(experiment="metaworld_vla")
+    values = compose(experiment="metaworld_openvla_oft")
     values["task"]["images"] = {}
-    with pytest.raises(ConfigError, match=r"task\.images: model\.name=vla reads images"):
+    with pytest.raises(ConfigError, match=r"task\.images: model\.name=openvla_oft reads images"):
         validate_experiment(values)

@@ -1,16 +1,18 @@
-"""Policy folders of :mod:`rlinf.models.vla`: create, read, and check against a task.
+"""Policy folders of :mod:`rlinf.models.openvla`: create, read, and check against a task.
 
 There are two kinds of ``config.json``. In folders of this project, it has all sizes. In *published*
 folders (of OpenVLA and OpenVLA-OFT), it names the two vision towers (``timm_model_ids``) and has
 the action statistics (``norm_stats``), unless a ``dataset_statistics.json`` has them. OpenVLA's
-code defines chunk, cameras and prompt; :func:`missing_settings` adds them to a new policy folder.
+code defines chunk, cameras, prompt, crop and gripper; :func:`missing_settings` adds them to a new
+policy folder. :mod:`rlinf.models.openvla_conversion` converts folders with pickled weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -21,6 +23,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import (
     STATISTICS_FILE,
     VALUE_HEAD_OUTPUT,
+    GripperConvention,
     ValueLevel,
     read_action_statistics,
     select_action_statistics,
@@ -34,7 +37,7 @@ from rlinf.models.hf_folder import (
     tensor_files,
 )
 from rlinf.models.images import PREPROCESSOR_FILE
-from rlinf.models.vla_network import TOWERS, VLANetwork
+from rlinf.models.openvla_network import AUTOREGRESSIVE, L1, TOWERS, OpenVLANetwork
 
 MODEL_TYPE = "openvla"
 DEFAULT_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -64,16 +67,39 @@ TOWER_NORMALIZATION = {
     "fused_featurizer": {"mean": [0.5] * 3, "std": [0.5] * 3},
 }
 """Mean and std of colours in [0, 1] for new towers; for DINOv2, those of ImageNet."""
-OPTIONAL_TENSORS = ("value_head.", "proprio_projector.", "places")
-"""Prefixes of tensor names that a folder may lack."""
+PART_TENSORS = {
+    "proprio_dim": r"proprio_projector\.",
+    "action_head": r"action_head\.",
+    "use_film": r"vision_backbone\..*\.blocks\.\d+\.(scale|shift)\.",
+}
+"""Patterns of the tensor names of parts that options add to published weights, by setting."""
+COMPONENT_FILES = "*_checkpoint.pt"
+"""Pattern of OpenVLA-OFT's pickled files with parts of the network."""
+PUBLISHED_OPTIONS = {
+    "center_crop": "set true for weights that were trained with random crops, as the published "
+    "ones for LIBERO, or false",
+    "gripper": "set openvla for weights that were trained on data of OpenVLA, as the published "
+    "ones for LIBERO, or simulator",
+}
+"""Options that published folders do not have, and what to set."""
 
 
-class VLAConfig(Section):
+class OpenVLAConfig(Section):
     """Options of OpenVLA policies: a folder, or the sizes of a new network."""
 
     path: Path | None = None
-    """A policy folder. It defines all sizes; published folders lack chunk, state and prompt, which
+    """A policy folder. It defines all sizes; published folders lack prompt, crop and gripper, which
     these options then define."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights in memory. OpenVLA's own evaluation uses bfloat16."""
+    center_crop: bool | None = None
+    """Whether the network reads the center of an image, 90 % of its area, in full size, as
+    OpenVLA's evaluation. Right for weights that were trained with random crops. Needed for
+    published folders, which do not have it; null: as the folder says, or false."""
+    gripper: GripperConvention | None = None
+    """Meaning of the last action component. ``openvla``: 0 closes and 1 opens the gripper, which is
+    binarized and converted to 1 and -1 for LIBERO; ``simulator``: that of the simulator. Needed
+    for published folders, which do not have it; null: as the folder says, or ``simulator``."""
     use_fused_vision_backbone: bool = False
     """Whether a new network has OpenVLA's layout and two vision towers, each with
     the vision sizes below."""
@@ -87,13 +113,6 @@ class VLAConfig(Section):
     vision_heads: int = Field(default=4, gt=0)
     patch_size: int = Field(default=8, gt=0)
     """Side of a patch, pixels."""
-    chunk_size: int = Field(default=8, gt=0)
-    """Number of actions that the policy chooses at once and the simulator executes in turn."""
-    value_level: ValueLevel = "chunk"
-    """Whether there is one value (and advantage) per chunk or per action. If the value head of a
-    folder has another shape, its last layer is initialized again."""
-    proprio_dim: int = Field(default=0, ge=0)
-    """Number of leading state dimensions that form an input token; 0: no state input."""
     prompt: str | None = None
     """Prompt template with ``{instruction}`` (inserted in lower case); null: that of OpenVLA."""
     n_action_bins: int = Field(default=256, ge=2)
@@ -105,8 +124,56 @@ class VLAConfig(Section):
     """Name of the data set in the statistics; null: the only one."""
 
 
-def new_vla_config(
-    config: VLAConfig, spec: ModelSpec, vocabulary: int, dataset: str, statistics: Mapping[str, Any]
+class OpenVLAOFTConfig(OpenVLAConfig):
+    """Options of OpenVLA-OFT policies: a folder, or the sizes of a new network."""
+
+    chunk_size: int = Field(default=8, gt=0)
+    """Number of actions that the policy chooses at once and the simulator executes in turn."""
+    value_level: ValueLevel = "chunk"
+    """Whether there is one value (and advantage) per chunk or per action. If the value head of a
+    folder has another shape, its last layer is initialized again."""
+    proprio_dim: int = Field(default=0, ge=0)
+    """Number of leading state dimensions that form an input token; 0: no state input. They are
+    scaled by the quantiles of ``proprio`` if the action statistics have them."""
+    action_head: Literal["tokens", "l1"] = "tokens"
+    """``tokens``: probabilities of action tokens, which RL needs; ``l1``: a regression head of the
+    L1 loss, only for SFT and evaluation. Converted folders say which one they have."""
+    use_film: bool = False
+    """Whether the mean embedding of the prompt scales and shifts the image features (FiLM)."""
+
+
+def value_level(config: OpenVLAConfig) -> ValueLevel:
+    """Return the level of values; an autoregressive policy has chunks of one action."""
+    return config.value_level if isinstance(config, OpenVLAOFTConfig) else "chunk"
+
+
+def _chunk_settings(config: OpenVLAConfig) -> dict[str, int]:
+    is_oft = isinstance(config, OpenVLAOFTConfig)
+    return {
+        "num_actions_chunk": config.chunk_size if is_oft else 1,
+        "proprio_dim": config.proprio_dim if is_oft else 0,
+    }
+
+
+def _optional_settings(config: OpenVLAConfig) -> dict[str, Any]:
+    """Return the settings that ``config.json`` has only if they differ from their defaults."""
+    is_oft = isinstance(config, OpenVLAOFTConfig)
+    values = {
+        "decoding": None if is_oft else AUTOREGRESSIVE,
+        "action_head": L1 if is_oft and config.action_head == L1 else None,
+        "use_film": is_oft and config.use_film,
+        "center_crop": config.center_crop,
+        "gripper": config.gripper if config.gripper == "openvla" else None,
+    }
+    return {key: value for key, value in values.items() if value}
+
+
+def new_openvla_config(
+    config: OpenVLAConfig,
+    spec: ModelSpec,
+    vocabulary: int,
+    dataset: str,
+    statistics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a new network.
 
@@ -131,6 +198,7 @@ def new_vla_config(
             for name, known in zip(TOWERS, KNOWN_TOWERS.values(), strict=True)
         },
     }
+    chunk = _chunk_settings(config)
     return {
         "model_type": MODEL_TYPE,
         "architectures": ["OpenVLAForActionPrediction"],
@@ -152,13 +220,14 @@ def new_vla_config(
         },
         "pad_to_multiple_of": 0,
         "n_action_bins": config.n_action_bins,
-        "num_actions_chunk": config.chunk_size,
+        "num_actions_chunk": chunk["num_actions_chunk"],
         "action_dim": spec["action"]["size"],
-        "proprio_dim": config.proprio_dim,
+        "proprio_dim": chunk["proprio_dim"],
         "cameras": list(spec["images"]),
         "prompt": DEFAULT_PROMPT if config.prompt is None else config.prompt,
         **(fused if config.use_fused_vision_backbone else {}),
         "unnorm_key": dataset,
+        **_optional_settings(config),
     }
 
 
@@ -172,10 +241,14 @@ def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_openvla_config(
+    folder: Path, name: str, missing: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Read ``config.json``, and add sizes and normalization of the towers that it only names.
 
     Args:
+        folder: The policy folder.
+        name: ``openvla`` or ``openvla_oft``.
         missing: Values that the file omits (:func:`missing_settings`).
 
     Raises:
@@ -187,8 +260,14 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
     source = f"model.path: {folder}/config.json"
     if settings["model_type"] != MODEL_TYPE:
         raise DataError(
-            f"model.path: {folder} is a {settings['model_type']!r} model; model.name=vla takes "
-            f"folders of the type {MODEL_TYPE!r}"
+            f"model.path: {folder} is a {settings['model_type']!r} model; model.name={name} "
+            f"takes folders of the type {MODEL_TYPE!r}"
+        )
+    trained = "openvla" if settings.get("decoding") == AUTOREGRESSIVE else "openvla_oft"
+    if trained != name:
+        raise DataError(
+            f"{source}: its actions are decoded as in model.name={trained}, not as in {name}; set "
+            f"model.name={trained}"
         )
     is_fused = settings.setdefault("use_fused_vision_backbone", False)
     has_named_towers = is_fused and "vision_config" not in settings
@@ -199,20 +278,21 @@ def read_vla_config(folder: Path, missing: Mapping[str, Any] | None = None) -> d
         absent += _missing_vision_keys(settings["vision_config"], fused=is_fused)
     if absent:
         raise DataError(
-            f"{source} has no {', '.join(absent)}; model.name=vla reads folders that it wrote, and "
-            "published ones with two vision towers (use_fused_vision_backbone)"
+            f"{source} has no {', '.join(absent)}; model.name={name} reads folders that it "
+            "wrote, and published ones with two vision towers (use_fused_vision_backbone)"
         )
     if has_named_towers:
         settings["vision_config"] = _known_towers(source, settings)
     if is_fused:
         settings["vision_config"] = _add_normalization(folder, settings["vision_config"])
     if (kind := settings["text_config"].get("model_type", "llama")) != "llama":
-        raise DataError(f"{source}: text_config.model_type: {kind!r}; model.name=vla has a Llama")
-    if parts := sorted(path.name for path in folder.glob("*_checkpoint.pt")):
         raise DataError(
-            f"model.path: {folder} has {', '.join(parts)}: parts beside the language model, which "
-            "model.name=vla does not have. A separate action head gives no probabilities; use a "
-            "checkpoint with action tokens"
+            f"{source}: text_config.model_type: {kind!r}; model.name={name} has a Llama"
+        )
+    if parts := sorted(path.name for path in folder.glob(COMPONENT_FILES)):
+        raise DataError(
+            f"model.path: {folder} has {', '.join(parts)}, pickled parts of the network; convert "
+            f"the folder once: rlinf convert {folder} NEW_FOLDER"
         )
     return settings
 
@@ -232,7 +312,7 @@ def _known_towers(source: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     ids, sides = settings["timm_model_ids"], settings["image_sizes"]
     if [str(name).partition(".")[0] for name in ids] != list(KNOWN_TOWERS):
         raise DataError(
-            f"{source}: timm_model_ids: {ids}; the towers that model.name=vla knows are "
+            f"{source}: timm_model_ids: {ids}; the towers that OpenVLA policies know are "
             f"{', '.join(KNOWN_TOWERS)}, in this order"
         )
     sizes = [[side, side] if isinstance(side, int) else list(side) for side in sides]
@@ -266,32 +346,39 @@ def _add_normalization(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[str, Any]:
+def missing_settings(folder: Path, config: OpenVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     """Return the values that a published ``config.json`` omits, for this task.
 
-    Folders of this project omit nothing.
+    Folders of this project omit nothing; only crop and gripper can be changed.
 
     Raises:
         DataError: The folder is unreadable, or lacks the statistics of the data set.
+        ConfigError: An option of :data:`PUBLISHED_OPTIONS` is not set.
     """
     check_checkpoint(folder, True)
     settings = read_config_json(folder)
     if not settings.get("use_fused_vision_backbone") or "cameras" in settings:
-        return {}
+        chosen = {key: getattr(config, key) for key in PUBLISHED_OPTIONS}
+        return {key: value for key, value in chosen.items() if value is not None}
+    for key, advice in PUBLISHED_OPTIONS.items():
+        if getattr(config, key) is None:
+            raise ConfigError(f"model.{key}: {folder} does not have it; {advice}")
     name, statistics = read_folder_statistics(folder, settings, config)
     # In OpenVLA's training an empty token precedes the action tokens: hence the space at the end.
-    return {
-        "num_actions_chunk": config.chunk_size,
+    values = {
+        **_chunk_settings(config),
         "action_dim": len(statistics["action"]["q01"]),
-        "proprio_dim": config.proprio_dim,
         "cameras": list(spec["images"]),
         "prompt": f"{DEFAULT_PROMPT} " if config.prompt is None else config.prompt,
         "unnorm_key": name,
+        **_optional_settings(config),
     }
+    # A converted folder has some of them: they describe its weights.
+    return {key: value for key, value in values.items() if key not in settings}
 
 
 def read_folder_statistics(
-    folder: Path, settings: Mapping[str, Any], config: VLAConfig
+    folder: Path, settings: Mapping[str, Any], config: OpenVLAConfig
 ) -> tuple[str, dict[str, Any]]:
     """Return the name and the action statistics of the data set that defines a folder's bins.
 
@@ -307,20 +394,57 @@ def read_folder_statistics(
     return select_action_statistics(settings["norm_stats"], dataset, "model.path", source)
 
 
-def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> None:
+def proprio_statistics(
+    statistics: Mapping[str, Any], settings: Mapping[str, Any], source: str, *, required: bool
+) -> tuple[list[float], list[float]] | None:
+    """Return the 1 % and 99 % quantiles of the state; None: the state is not scaled.
+
+    Args:
+        statistics: Those of a data set.
+        settings: The result of :func:`read_openvla_config`.
+        source: The folder, for error messages.
+        required: Whether the network needs them.
+
+    Raises:
+        DataError: They are missing, or of another length than the state.
+    """
+    size, values = settings.get("proprio_dim", 0), statistics.get("proprio")
+    if not size or (values is None and not required):
+        return None
+    quantiles = [(values or {}).get(name) for name in ("q01", "q99")]
+    if any(not isinstance(row, list) or len(row) != size for row in quantiles):
+        raise DataError(
+            f"model.proprio_dim: {source}: the data set {settings['unnorm_key']} has no quantiles "
+            f"q01 and q99 of {size} numbers for proprio; give those of the training data in "
+            f"{STATISTICS_FILE}, or set model.proprio_dim=0"
+        )
+    return quantiles[0], quantiles[1]
+
+
+def check_openvla_tensors(
+    folder: Path,
+    shapes: TensorShapes,
+    module: nn.Module,
+    new_parts: Collection[str] = tuple(PART_TENSORS),
+) -> None:
     """Check that stored tensors fit a network, except for optional ones.
 
     Args:
+        folder: The policy folder.
         shapes: Shapes of the tensors in the folder.
         module: The network; may be on the meta device.
+        new_parts: Keys of :data:`PART_TENSORS` whose tensors the folder may lack, like those of the
+            value head.
 
     Raises:
         DataError: Tensors do not fit; the message names files and tensors.
     """
+    patterns = [r"value_head\.", "places$", *(PART_TENSORS[key] for key in new_parts)]
+    is_optional = re.compile("|".join(patterns))
     optional = {
         name: tensor.shape
         for name, tensor in module.state_dict().items()
-        if name.startswith(OPTIONAL_TENSORS)
+        if is_optional.match(name)
     }
     # The last layer of the value head may have any shape: a wrong one is initialized again.
     resettable = {n: shape for n, shape in optional.items() if n.startswith(VALUE_HEAD_OUTPUT)}
@@ -330,7 +454,7 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
 
 def new_meta_network(
     folder: Path, settings: Mapping[str, Any], value_level: ValueLevel = "chunk"
-) -> VLANetwork:
+) -> OpenVLANetwork:
     """Create the network of a folder on the meta device.
 
     Raises:
@@ -341,14 +465,14 @@ def new_meta_network(
     malformed = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
     try:
         with torch.device("meta"):
-            return VLANetwork(settings, value_level)
+            return OpenVLANetwork(settings, value_level)
     except (*malformed, StrictDataclassError) as error:
         raise DataError(
             f"model.path: {folder}/config.json describes no network ({error!r}); fetch it again"
         ) from None
 
 
-def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
+def check_openvla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     """Check that images, state and actions of a task fit a network.
 
     Raises:
@@ -361,12 +485,6 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
             f"task.images: the model sees {', '.join(settings['cameras'])}, the task shows "
             f"{', '.join(images)}"
         )
-    for name, size in images.items():
-        if list(size) != list(vision["image_size"]):
-            raise ConfigError(
-                f"task.images.{name}: {size[0]} x {size[1]}, and the model reads images of "
-                f"{vision['image_size'][0]} x {vision['image_size'][1]}; all have one size"
-            )
     if any(side % vision["patch_size"] for side in vision["image_size"]):
         raise ConfigError(
             f"model.patch_size: images of {vision['image_size'][0]} x {vision['image_size'][1]} "

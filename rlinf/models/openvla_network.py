@@ -1,11 +1,11 @@
-"""The OpenVLA network of :mod:`rlinf.models.vla`: vision transformers, projector, language model.
+"""The network of :mod:`rlinf.models.openvla`: vision transformers, projector, language model.
 
 The vision transformers (arXiv 2010.11929) have the tensor names of timm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,23 +56,34 @@ class LayerScale(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """A transformer block: attention and an MLP with pre-normalization and residuals."""
+    """A transformer block: attention and an MLP with pre-normalization and residuals.
 
-    def __init__(self, width: int, heads: int, mlp: int, *, scaled: bool = False) -> None:
+    With FiLM (arXiv 1709.07871), a condition scales and shifts all patches between them.
+    """
+
+    def __init__(
+        self, width: int, heads: int, mlp: int, *, scaled: bool = False, film_width: int = 0
+    ) -> None:
         """
         Args:
             width: Number of channels.
             heads: Number of attention heads.
             mlp: Hidden size of the MLP.
             scaled: Whether a :class:`LayerScale` follows attention and MLP.
+            film_width: Size of the condition; 0: no FiLM.
         """
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, NORM_EPS), nn.LayerNorm(width, NORM_EPS)
         self.attn, self.mlp = ViTAttention(width, heads), GeluMLP(width, mlp, width)
         self.ls1, self.ls2 = (LayerScale(width) if scaled else nn.Identity() for _ in range(2))
+        if film_width:
+            self.scale, self.shift = nn.Linear(film_width, width), nn.Linear(film_width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        """Return the output for patches ``[n, patches, width]``; ``condition`` is ``[n, size]``."""
         x = x + self.ls1(self.attn(self.norm1(x)))
+        if condition is not None:
+            x = x * (1 + self.scale(condition)[:, None]) + self.shift(condition)[:, None]
         out: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
         return out
 
@@ -95,11 +106,12 @@ class VisionTower(nn.Module):
     It has no class token.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], film_width: int = 0) -> None:
         """
         Args:
             settings: ``image_size`` (height and width), ``patch_size``, ``hidden_size``,
                 ``num_hidden_layers``, ``num_attention_heads`` and ``intermediate_size``.
+            film_width: As for :class:`ViTBlock`.
         """
         super().__init__()
         width, patch_size = settings["hidden_size"], settings["patch_size"]
@@ -109,14 +121,15 @@ class VisionTower(nn.Module):
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, self.num_patches, width))
         heads, mlp = settings["num_attention_heads"], settings["intermediate_size"]
         self.blocks = nn.ModuleList(
-            ViTBlock(width, heads, mlp) for _ in range(settings["num_hidden_layers"])
+            ViTBlock(width, heads, mlp, film_width=film_width)
+            for _ in range(settings["num_hidden_layers"])
         )
         self.norm = nn.LayerNorm(width, NORM_EPS)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, condition: Tensor | None = None) -> Tensor:
         x = self.patch_embed(pixels) + self.pos_embed
         for block in self.blocks:
-            x = block(x)
+            x = block(x, condition)
         out: Tensor = self.norm(x)
         return out
 
@@ -152,12 +165,13 @@ class PretrainedVisionTower(nn.Module):
     folder are :class:`UnusedTensors`.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], film_width: int = 0) -> None:
         """
         Args:
             settings: As for :class:`VisionTower`, with at least two layers, and ``registers``: the
                 number of register tokens of DINOv2; None for SigLIP, which has no class token, no
                 registers and no layer scale.
+            film_width: As for :class:`ViTBlock`.
         """
         super().__init__()
         width, patch_size, registers = (
@@ -176,22 +190,26 @@ class PretrainedVisionTower(nn.Module):
         else:
             self.attn_pool = UnusedTensors(AttentionPool(width, mlp))
         blocks = [
-            ViTBlock(width, heads, mlp, scaled=registers is not None)
+            ViTBlock(width, heads, mlp, scaled=registers is not None, film_width=film_width)
             for _ in range(settings["num_hidden_layers"])
         ]
         self.blocks = nn.ModuleList([*blocks[:-1], UnusedTensors(blocks[-1])])
         self.norm = UnusedTensors(nn.LayerNorm(width, NORM_EPS))
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, condition: Tensor | None = None) -> Tensor:
         x = self.patch_embed(pixels) + self.pos_embed
         if self.num_prefix_tokens:
             tokens = torch.cat([self.cls_token, self.reg_token], 1)
             x = torch.cat([tokens.expand(len(x), -1, -1), x], 1)
         for block in self.blocks[:-1]:
-            x = block(x)
+            x = block(x, condition)
         return x[:, self.num_prefix_tokens :]
 
 
+AUTOREGRESSIVE = "autoregressive"
+"""``decoding`` in ``config.json``: each component of an action follows from those before it."""
+L1 = "l1"
+"""``action_head`` in ``config.json``: regression with the L1 loss."""
 TOWERS = ("featurizer", "fused_featurizer")
 """OpenVLA's names of its two vision towers, DINOv2 and SigLIP."""
 
@@ -205,38 +223,42 @@ def first_action_token_id(settings: Mapping[str, Any]) -> int:
 class SingleTowerBackbone(nn.Module):
     """A vision backbone with one tower, from images to patch features."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], film_width: int = 0) -> None:
         """
         Args:
             settings: The settings of :class:`VisionTower`.
+            film_width: As for :class:`ViTBlock`.
         """
         super().__init__()
-        self.featurizer = VisionTower(settings)
+        self.featurizer = VisionTower(settings, film_width)
         self.width, self.num_patches = int(settings["hidden_size"]), self.featurizer.num_patches
 
     @property
     def blocks(self) -> list[nn.Module]:
         return list(self.featurizer.blocks)
 
-    def forward(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, images: Tensor, dtype: torch.dtype, condition: Tensor | None = None
+    ) -> Tensor:
         """Return features ``[n, patches, width]`` of images uint8 ``[n, H, W, 3]``."""
         pixels = images.permute(0, 3, 1, 2).to(dtype) / 127.5 - 1
-        features: Tensor = self.featurizer(pixels)
+        features: Tensor = self.featurizer(pixels, condition)
         return features
 
 
 class FusedVisionBackbone(nn.Module):
     """A vision backbone that concatenates DINOv2 and SigLIP features (arXiv 2402.07865)."""
 
-    def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, settings: Mapping[str, Mapping[str, Any]], film_width: int = 0) -> None:
         """
         Args:
             settings: For each of :data:`TOWERS`, the settings of :class:`PretrainedVisionTower`
                 with ``mean`` and ``std`` of the colours in its training data, in [0, 1].
+            film_width: As for :class:`ViTBlock`.
         """
         super().__init__()
         self.featurizer, self.fused_featurizer = (
-            PretrainedVisionTower(settings[t]) for t in TOWERS
+            PretrainedVisionTower(settings[t], film_width) for t in TOWERS
         )
         self.width = sum(int(settings[tower]["hidden_size"]) for tower in TOWERS)
         self.num_patches = self.featurizer.num_patches
@@ -253,10 +275,13 @@ class FusedVisionBackbone(nn.Module):
         mean, std = torch.tensor(self._mean_std, device=images.device)[..., None, None]
         return (images.permute(0, 3, 1, 2).float().repeat(1, 2, 1, 1) / 255 - mean) / std
 
-    def forward(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, images: Tensor, dtype: torch.dtype, condition: Tensor | None = None
+    ) -> Tensor:
         """Return features ``[n, patches, width]`` of images uint8 ``[n, H, W, 3]``."""
-        pixels = self.normalize(images).to(dtype)
-        return torch.cat([self.featurizer(pixels[:, :3]), self.fused_featurizer(pixels[:, 3:])], -1)
+        first, second = self.normalize(images).to(dtype).split(3, 1)
+        features = [self.featurizer(first, condition), self.fused_featurizer(second, condition)]
+        return torch.cat(features, -1)
 
 
 class FusedProjector(nn.Module):
@@ -272,8 +297,52 @@ class FusedProjector(nn.Module):
         return out
 
 
-class VLANetwork(nn.Module):
-    """The network from images, prompt and state to logits of all placeholders and a value."""
+class ResidualBlock(nn.Module):
+    """A residual block of :class:`ResidualMLP`, with the tensor names of OpenVLA-OFT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.ffn(x)
+        return out
+
+
+class ResidualMLP(nn.Module):
+    """An MLP with normalization and two residual blocks, with the tensor names of OpenVLA-OFT."""
+
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.layer_norm1, self.fc1 = nn.LayerNorm(inputs), nn.Linear(inputs, width)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(2))
+        self.layer_norm2, self.fc2 = nn.LayerNorm(width), nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.fc1(self.layer_norm1(x)))
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        out: Tensor = self.fc2(self.layer_norm2(x))
+        return out
+
+
+class L1ActionHead(nn.Module):
+    """The regression head of OpenVLA-OFT, trained with the L1 loss (arXiv 2502.19645)."""
+
+    def __init__(self, width: int, action_dim: int) -> None:
+        super().__init__()
+        self.model = ResidualMLP(width * action_dim, width, action_dim)
+        self._action_dim = action_dim
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return normalized actions ``[n, C, D]`` of hidden states ``[n, C * D, width]``."""
+        joined = hidden.unflatten(1, (-1, self._action_dim)).flatten(2)
+        actions: Tensor = self.model(joined)
+        return actions
+
+
+class OpenVLANetwork(nn.Module):
+    """The network from images, prompt and state to logits or actions, and a value."""
 
     places: nn.Parameter | None
     """Learned placeholders ``[C * D, width]``; None: placeholders are zeros."""
@@ -281,7 +350,7 @@ class VLANetwork(nn.Module):
     def __init__(self, settings: Mapping[str, Any], value_level: ValueLevel = "chunk") -> None:
         """
         Args:
-            settings: The result of :func:`rlinf.models.vla_folder.read_vla_config`.
+            settings: The result of :func:`rlinf.models.openvla_folder.read_openvla_config`.
             value_level: Whether there is one value per chunk or per action.
         """
         from transformers import AutoModelForCausalLM, LlamaConfig
@@ -292,13 +361,13 @@ class VLANetwork(nn.Module):
         self.cameras = list(settings["cameras"])
         self.first_action_token_id = first_action_token_id(settings)
         self.n_action_bins = int(settings["n_action_bins"])
+        self.is_autoregressive = settings.get("decoding") == AUTOREGRESSIVE
+        self.uses_film = bool(settings.get("use_film", False))
         self.use_fused_vision_backbone = bool(settings["use_fused_vision_backbone"])
-        self.vision_backbone = (
-            FusedVisionBackbone(vision)
-            if self.use_fused_vision_backbone
-            else SingleTowerBackbone(vision)
-        )
-        width, features = text.hidden_size, self.vision_backbone.width
+        width = text.hidden_size
+        backbone = FusedVisionBackbone if self.use_fused_vision_backbone else SingleTowerBackbone
+        self.vision_backbone = backbone(vision, width if self.uses_film else 0)
+        features = self.vision_backbone.width
         self.projector = (
             FusedProjector(features, width)
             if self.use_fused_vision_backbone
@@ -311,17 +380,20 @@ class VLANetwork(nn.Module):
         self.proprio_dim = int(settings.get("proprio_dim", 0))
         if self.proprio_dim:
             self.proprio_projector = GeluMLP(self.proprio_dim, width, width)
-        self._num_placeholders = self.action_shape[0] * self.action_shape[1]
+        self._num_components = self.action_shape[0] * self.action_shape[1]
         eos = text.eos_token_id
         self._eos_token_id = eos[0] if isinstance(eos, list) else int(eos or 0)
         # If placeholders are zeros, they differ only by their positions, which small networks learn
         # slowly. So small networks have learned placeholders.
-        placeholders = (
-            None
-            if self.use_fused_vision_backbone
-            else nn.Parameter(0.02 * torch.randn(self._num_placeholders, width))
+        has_places = not (self.use_fused_vision_backbone or self.is_autoregressive)
+        self.register_parameter(
+            "places",
+            nn.Parameter(0.02 * torch.randn(self._num_components, width)) if has_places else None,
         )
-        self.register_parameter("places", placeholders)
+        self.action_head: L1ActionHead | None = None
+        if settings.get("action_head") == L1:
+            self.action_head = L1ActionHead(width, self.action_shape[1])
+            self.language_model.lm_head = UnusedTensors(self.language_model.lm_head)
         self._value_level = value_level
         self.value_head = GeluMLP(
             width, width, self.action_shape[0] if value_level == "action" else 1
@@ -333,67 +405,159 @@ class VLANetwork(nn.Module):
     def num_positions(self) -> int:
         """Number of sequence positions of a step, without its prompt."""
         inputs = self.vision_backbone.num_patches * len(self.cameras) + bool(self.proprio_dim)
-        return int(inputs + self._num_placeholders + self.use_fused_vision_backbone)
+        return int(inputs + self._num_components + self._appends_eos)
 
     @property
     def blocks(self) -> list[nn.Module]:
         """The computed blocks of towers and language model."""
         return [*self.vision_backbone.blocks, *self.language_model.model.layers]
 
+    @property
+    def _appends_eos(self) -> bool:
+        return self.use_fused_vision_backbone and not self.is_autoregressive
+
     def forward(
-        self, prompt: Tensor, prompt_mask: Tensor, state: Tensor | None, **images: Tensor
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        state: Tensor | None,
+        tokens: Tensor | None,
+        **images: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return logits ``[n, C, D, bins]`` and values ``[n]`` (per action ``[n, C]``), float32.
+
+        With a regression head, return normalized actions ``[n, C, D]`` instead of logits.
 
         Args:
             prompt: Token ids ``[n, L]``, padded on the left.
             prompt_mask: The mask of the prompt, bool ``[n, L]``.
             state: ``[n, proprio_dim]``.
+            tokens: Token ids of the actions ``[n, C, D]``; only autoregressive decoding needs them.
             images: Images uint8 ``[n, H, W, 3]`` by camera.
         """
-        model = self.language_model.model
+        prefix, valid = self._prefix(prompt, prompt_mask, state, images)
+        if self.is_autoregressive:
+            assert tokens is not None
+            suffix = [self.language_model.model.embed_tokens(tokens.flatten(1)[:, :-1])]
+        else:
+            suffix = self._placeholders(prefix)
+        inputs = torch.cat([prefix, *suffix], 1)
+        valid = F.pad(valid, (0, inputs.shape[1] - valid.shape[1]), value=True)
+        hidden = self._language_model(inputs, valid).last_hidden_state
+        # As in any language model, the position before a component predicts it.
+        start = prefix.shape[1] - 1
+        predictors = hidden[:, start : start + self._num_components]
+        if self.action_head is not None:
+            return self.action_head(predictors).float(), self._value(predictors)
+        logits = self._logits(predictors).unflatten(1, self.action_shape)
+        return logits, self._value(predictors)
+
+    def decode(
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        state: Tensor | None,
+        choose: Callable[[Tensor, int], Tensor],
+        **images: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the components of actions one after the other, with a KV cache.
+
+        Args:
+            prompt, prompt_mask, state, images: As for :meth:`forward`.
+            choose: Returns the indices ``[n]`` of the bins of a component for logits ``[n, bins]``
+                and the component's number.
+
+        Returns:
+            Indices ``[n, C, D]``, and logits and values as :meth:`forward`.
+        """
+        from transformers import DynamicCache
+
+        inputs, valid = self._prefix(prompt, prompt_mask, state, images)
+        cache, logits, indices, values = DynamicCache(), list[Tensor](), list[Tensor](), None
+        for component in range(self._num_components):
+            hidden = self._language_model(inputs, valid, cache).last_hidden_state[:, -1:]
+            values = self._value(hidden) if values is None else values
+            logits.append(self._logits(hidden)[:, 0])
+            indices.append(choose(logits[-1], component))
+            tokens = indices[-1][:, None] + self.first_action_token_id
+            inputs = self.language_model.model.embed_tokens(tokens)
+            valid = F.pad(valid, (0, 1), value=True)
+        assert values is not None
+        shape = self.action_shape
+        rows = torch.stack(indices, 1).unflatten(1, shape)
+        return rows, torch.stack(logits, 1).unflatten(1, shape), values
+
+    def _prefix(
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        state: Tensor | None,
+        images: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of images, state and prompt ``[n, S, width]``, and their mask."""
         dtype = self.projector.fc1.weight.dtype
-        prefix = []
-        for name in self.cameras:
-            prefix.append(self.projector(self.vision_backbone(images[name], dtype)))
+        words = self.language_model.model.embed_tokens(prompt)
+        condition = self._film_condition(words, prompt_mask) if self.uses_film else None
+        parts = [
+            self.projector(self.vision_backbone(images[name], dtype, condition))
+            for name in self.cameras
+        ]
         if self.proprio_dim:
             assert state is not None
-            prefix.append(self.proprio_projector(state.to(dtype))[:, None])
-        prompt_embeddings = model.embed_tokens(prompt)
-        suffix = []
+            parts.append(self.proprio_projector(state.to(dtype))[:, None])
         if self.use_fused_vision_backbone:
-            # OpenVLA-OFT inserts images and state after the first prompt token (BOS), uses zeros
-            # as placeholders, and appends the EOS token.
+            # OpenVLA inserts images and state after the first prompt token (BOS).
             begin = prompt_mask.long().argmax(1, keepdim=True)
-            width = prompt_embeddings.shape[-1]
-            bos = prompt_embeddings.gather(1, begin[..., None].expand(-1, -1, width))
-            prefix.insert(0, bos)
+            parts.insert(0, words.gather(1, begin[..., None].expand(-1, -1, words.shape[-1])))
             prompt_mask = prompt_mask.scatter(1, begin, value=False)
-            placeholders = prompt_embeddings.new_zeros(len(prompt), self._num_placeholders, width)
-            eos = prompt.new_full((len(prompt), 1), self._eos_token_id)
-            suffix.append(model.embed_tokens(eos))
-        else:
-            assert self.places is not None
-            placeholders = self.places.to(prompt_embeddings.dtype).expand(len(prompt), -1, -1)
-        inputs = torch.cat([*prefix, prompt_embeddings, placeholders, *suffix], 1)
-        start = sum(embedding.shape[1] for embedding in prefix)
-        stop = start + prompt.shape[1]
-        valid = F.pad(prompt_mask, (start, inputs.shape[1] - stop), value=True)
-        hidden = model(
+        inputs = torch.cat([*parts, words], 1)
+        return inputs, F.pad(prompt_mask, (inputs.shape[1] - words.shape[1], 0), value=True)
+
+    def _film_condition(self, words: Tensor, prompt_mask: Tensor) -> Tensor:
+        """Return the mean embedding ``[n, width]`` of the prompt and the EOS token, as OFT."""
+        total = (words * prompt_mask[..., None]).sum(1) + self._eos_embedding(words)
+        return total / (prompt_mask.sum(1, keepdim=True) + 1)
+
+    def _eos_embedding(self, like: Tensor) -> Tensor:
+        token = torch.tensor(self._eos_token_id, device=like.device)
+        embedding: Tensor = self.language_model.model.embed_tokens(token)
+        return embedding
+
+    def _placeholders(self, prefix: Tensor) -> list[Tensor]:
+        """Return the embeddings of all components: zeros and EOS as in OFT, or learned ones."""
+        if self.places is not None:
+            return [self.places.to(prefix.dtype).expand(len(prefix), -1, -1)]
+        zeros = prefix.new_zeros(len(prefix), self._num_components, prefix.shape[-1])
+        if not self._appends_eos:
+            return [zeros]
+        return [zeros, self._eos_embedding(prefix).expand(len(prefix), 1, -1)]
+
+    def _language_model(self, inputs: Tensor, valid: Tensor, cache: Any = None) -> Any:
+        """Run the language model on embeddings ``[n, S, width]``, the last ones of ``valid``.
+
+        Args:
+            inputs: The embeddings that are not in the cache.
+            valid: The mask of all positions, bool ``[n, total]``.
+            cache: A KV cache with the positions before ``inputs``.
+        """
+        length, total = inputs.shape[1], valid.shape[1]
+        mask = valid[:, None, None].expand(-1, 1, length, -1)
+        if self.is_autoregressive:
+            mask = mask & valid.new_ones(length, total).tril(total - length)
+        return self.language_model.model(
             inputs_embeds=inputs,
-            attention_mask=valid[:, None, None].expand(-1, 1, valid.shape[1], -1),
-            position_ids=(valid.long().cumsum(1) - 1).clamp(min=0),
-            use_cache=False,
-        ).last_hidden_state
-        # As in any language model, the position before a placeholder predicts it.
-        predictors = hidden[:, stop - 1 : stop - 1 + self._num_placeholders]
-        head = self.language_model.lm_head.weight[
-            self.first_action_token_id : self.first_action_token_id + self.n_action_bins
-        ]
-        logits = (
-            F.linear(predictors, head)
-            .float()
-            .reshape(len(prompt), *self.action_shape, self.n_action_bins)
+            attention_mask=mask,
+            position_ids=(valid.long().cumsum(1) - 1).clamp(min=0)[:, total - length :],
+            past_key_values=cache,
+            use_cache=cache is not None,
         )
-        values = self.value_head(predictors[:, 0]).float()
-        return logits, values if self._value_level == "action" else values[:, 0]
+
+    def _logits(self, predictors: Tensor) -> Tensor:
+        """Return logits of action tokens ``[n, K, bins]``, float32, of states ``[n, K, width]``."""
+        begin = self.first_action_token_id
+        head = self.language_model.lm_head.weight[begin : begin + self.n_action_bins]
+        return F.linear(predictors, head).float()
+
+    def _value(self, predictors: Tensor) -> Tensor:
+        values: Tensor = self.value_head(predictors[:, 0]).float()
+        return values if self._value_level == "action" else values[:, 0]
