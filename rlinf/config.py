@@ -325,8 +325,11 @@ class EvaluateSection(Section):
     sampling: SamplingSection | None = None
     """By default that of the rollout."""
     videos: int = Field(default=0, ge=0)
-    """Number of held-out episodes, the first ones, for which a video of each camera is written
-    beside the trajectories; for simulators with cameras (``task.images``, ``task.video``)."""
+    """Number of held-out episodes for which a video of each camera is written beside the
+    trajectories; for simulators with cameras (``task.images``, ``task.video``)."""
+    video_episodes: Literal["first", "worst"] = "first"
+    """The episodes with a video: the first ones, or those with the lowest scores in each process of
+    the stage. With ``worst``, trajectories are stored without images."""
     video_fps: int = Field(default=20, gt=0)
     """Steps per second of these videos."""
 

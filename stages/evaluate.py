@@ -23,18 +23,12 @@ from stages.rollout import PolicyRunner, rollout_iter
 
 
 def write_videos(
-    folder: Path,
-    trajectories: Sequence[Trajectory],
-    columns: Sequence[str],
-    *,
-    max_samples: int,
-    fps: int,
+    folder: Path, trajectories: Sequence[Trajectory], columns: Sequence[str], *, fps: int
 ) -> int:
-    """Write videos of the first samples that have steps; return the number of files.
+    """Write videos of the trajectories that have steps and images; return the number of files.
 
     Args:
         columns: names of the columns with images, uint8 ``[T, H, W, 3]``: one per camera.
-        max_samples: only samples with a number below this are written.
         fps: steps per second of the video.
     """
     # Only tasks with cameras need the module.
@@ -43,12 +37,13 @@ def write_videos(
     count = 0
     for trajectory in trajectories:
         sample = trajectory.identity.sample
-        for name in columns if sample < max_samples and len(trajectory) else ():
-            folder.mkdir(exist_ok=True)
+        for name in columns if len(trajectory) else ():
             camera = name.partition(".")[2]
             frames = trajectory.videos if name.startswith(VIDEO_PREFIX) else trajectory.images
-            write_video(folder / f"{sample:04d}-{camera}.mp4", frames[camera], fps)
-            count += 1
+            if camera in frames:
+                folder.mkdir(exist_ok=True)
+                write_video(folder / f"{sample:04d}-{camera}.mp4", frames[camera], fps)
+                count += 1
     return count
 
 
@@ -71,9 +66,8 @@ def run(ctx: StageContext) -> None:
     starts = ctx.world.shard(num_samples)
     counts = Counter[str]()
     with ctx.span("generate"):
-        num_videos = ctx.config.evaluate.videos
         trajectories = generate_eval_episodes(
-            ctx, environment, policy, starts, num_samples, num_videos=num_videos
+            ctx, environment, policy, starts, num_samples, num_videos=ctx.config.evaluate.videos
         )
     with ctx.span("score"):
         scores = score_trajectories(environment, trajectories, counts)
@@ -82,20 +76,26 @@ def run(ctx: StageContext) -> None:
         failures.add(trajectory)
     failures.log_metrics(ctx)
     settings = ctx.config.evaluate
+    has_worst_videos = settings.video_episodes == "worst"
     if settings.videos:
         video_columns = environment.video_columns(environment_class(ctx.config)[1])
         with ctx.span("videos"):
             write_videos(
                 ctx.data_folder / VIDEOS_FOLDER,
-                trajectories,
+                [
+                    t
+                    for t in trajectories
+                    if has_worst_videos or t.identity.sample < settings.videos
+                ],
                 video_columns,
-                max_samples=settings.videos,
                 fps=settings.video_fps,
             )
     output = ctx.open_writer("trajectories")
     for trajectory, score in zip(trajectories, scores, strict=True):
         extra = {**trajectory.extra, **environment.evaluation_info(trajectory)}
-        output.put(replace(trajectory, videos={}, score=score, extra=extra).to_record())
+        images = {} if has_worst_videos else trajectory.images
+        scored = replace(trajectory, images=images, videos={}, score=score, extra=extra)
+        output.put(scored.to_record())
     output.close()
     if trajectories:
         valid = [score for score in scores if not np.isnan(score)]
@@ -177,6 +177,7 @@ def generate_eval_episodes(
         horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,
         num_videos=num_videos,
+        has_worst_videos=ctx.config.evaluate.video_episodes == "worst",
         sampling=(
             ctx.config.evaluate.sampling or ctx.config.rollout.sampling
         ).non_default_settings(),

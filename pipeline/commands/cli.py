@@ -237,7 +237,9 @@ def evaluate(
     ] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=FILE: a protocol and its problems; may be repeated"),
+        typer.Option(
+            help="NAME=FILE: a protocol and its problems; may be repeated. NAME: one of robot tasks"
+        ),
     ] = None,
     data: Annotated[
         list[Path] | None,
@@ -250,22 +252,36 @@ def evaluate(
         int | None,
         typer.Option("--version", help="Of a run: version of the weights; default: the best"),
     ] = None,
+    episodes: Annotated[
+        int | None, typer.Option(help="Robot tasks: run only this many episodes; a partial score")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Robot tasks: only compare the policy with the suite")
+    ] = False,
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Score a language model on sets of problems."""
-    from pipeline.commands.evaluate import PAGE, run_evaluation, show_result
+    """Score a language model on sets of problems, or a robot policy on a suite of tasks."""
+    from pipeline.commands.evaluate import PAGE, read_robot_suite, run_evaluation, show_result
     from pipeline.resume import OnMismatch
 
-    folder, result = run_evaluation(
-        model,
-        suite or (),
-        data or (),
-        overrides or (),
-        name,
-        weights_version,
-        OnMismatch.from_flags(redo=redo, keep=keep),
-    )
+    on_mismatch = OnMismatch.from_flags(redo=redo, keep=keep)
+    suites = suite or []
+    if len(suites) == 1 and not data and read_robot_suite(suites[0]) is not None:
+        from pipeline.commands.evaluate_robot import run_robot_evaluation, show_check
+
+        if check:
+            return show_check(model, suites[0], overrides or (), weights_version)
+        folder, result = run_robot_evaluation(
+            model, suites[0], overrides or (), name, weights_version, episodes, on_mismatch
+        )
+    elif check or episodes is not None:
+        option = "--check" if check else "--episodes"
+        raise ConfigError(f"{option}: is for one suite of robot tasks (--suite libero_spatial)")
+    else:
+        folder, result = run_evaluation(
+            model, suites, data or (), overrides or (), name, weights_version, on_mismatch
+        )
     show_result(result)
     typer.echo(f"page: {folder / PAGE}")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -20,7 +21,7 @@ from pipeline.evaluation.results import (
     compare_results,
     read_evaluation,
 )
-from pipeline.evaluation.statistics import Estimate
+from pipeline.evaluation.statistics import Estimate, Proportion
 from pipeline.report.theme import render_template
 from pipeline.resume import OnMismatch
 from pipeline.run import Run
@@ -82,18 +83,31 @@ def run_evaluation(
         run = prepare_run(compose_words(words), on_mismatch)
         if (model / CONFIG_FILE).is_file():
             _warn_of_training_problems(Run.open(model), run)
-        try:
-            drive(run)
-        except InterruptedByUser:
-            # Only this command writes the results, so rlinf resume would not suffice.
-            raise InterruptedByUser(
-                f"interrupted; committed results are kept in {run.folder}. Continue with the same "
-                "rlinf evaluate command"
-            ) from None
-    result = read_evaluation(run)
-    result.save(run.folder)
-    write_page(run.folder, result)
-    return run.folder, result
+        drive_evaluation(run)
+    return run.folder, save_result(run.folder, read_evaluation(run))
+
+
+def drive_evaluation(run: Run) -> None:
+    """Run an evaluation to its end.
+
+    Raises:
+        InterruptedByUser: the user interrupted it.
+    """
+    try:
+        drive(run)
+    except InterruptedByUser:
+        # Only this command writes the results, so rlinf resume would not suffice.
+        raise InterruptedByUser(
+            f"interrupted; committed results are kept in {run.folder}. Continue with the same "
+            "rlinf evaluate command"
+        ) from None
+
+
+def save_result(folder: Path, result: EvaluationResult) -> EvaluationResult:
+    """Write results and page into the run directory; returns the results."""
+    result.save(folder)
+    write_page(folder, result)
+    return result
 
 
 def _warn_of_training_problems(trained: Run, evaluation: Run) -> None:
@@ -125,6 +139,11 @@ def named_sets(suites: Sequence[str], data: Sequence[Path]) -> dict[str, tuple[s
             raise ConfigError(
                 f"--suite {entry}: unknown suite {suite!r}{did_you_mean(suite, available)}"
             )
+        if read_robot_suite(suite) is not None:
+            raise ConfigError(
+                f"--suite {entry}: {suite} is a suite of robot tasks, which is evaluated alone and "
+                f"without files: --suite {suite}"
+            )
         if not file:
             raise ConfigError(
                 f"--suite {suite}: name the file with its problems: --suite {suite}=FILE.jsonl; "
@@ -150,6 +169,14 @@ def named_sets(suites: Sequence[str], data: Sequence[Path]) -> dict[str, tuple[s
             + ", ".join(name for name in available if name != GENERIC_SUITE)
         )
     return sets
+
+
+def read_robot_suite(name: str) -> dict[str, Any] | None:
+    """Return the protocol of a suite of robot tasks: the sections ``task`` and ``evaluate``. None:
+    there is no such suite, or it is one of problems."""
+    path = SUITE_FOLDER / f"{name}.yaml"
+    values = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    return values if "evaluate" in values else None
 
 
 def _set_name(text: str) -> str:
@@ -189,6 +216,8 @@ def evaluation_words(
 
 def show_result(result: EvaluationResult) -> None:
     """Print the results as a table: per cent ± standard error."""
+    if result.suites:
+        return show_suites(result)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("set", no_wrap=True)
     for header in ("problems", "k", "avg@k", "pass@k", "maj@k", "truncated"):
@@ -210,6 +239,48 @@ def show_result(result: EvaluationResult) -> None:
         for kind, number in values.failures.items():
             console.print(f"{name}: {number} responses not graded: {kind.replace('_', ' ')}")
     console.print(f"{result.tokens_per_s:,.0f} tokens/s in {result.generation_s:,.1f} s")
+
+
+def show_suites(result: EvaluationResult) -> None:
+    """Print the results on suites of robot tasks: shares in per cent with 95 % intervals."""
+    console = create_console()
+    for name, suite in result.suites.items():
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+        for header in ("task", "episodes", "success %", "95 % interval", "steps"):
+            justify: Any = "left" if header == "task" else "right"
+            table.add_column(header, justify=justify)
+        for row in suite.tasks:
+            text = f"{row.task} {row.instruction}".strip()
+            table.add_row(text, *proportion_cells(row.success), f"{row.mean_steps:.0f}")
+        for number, success in enumerate(suite.chain_success, 1):
+            table.add_row(f"{number} subtasks or more", *proportion_cells(success), "")
+        if suite.success is not None:
+            table.add_row(name, *proportion_cells(suite.success), "")
+        console.print(table)
+        if suite.success is None:
+            estimate = suite.average
+            interval = estimate.interval or (estimate.mean, estimate.mean)
+            console.print(
+                f"{name}: average length {estimate.mean:.2f}, 95 % interval {interval[0]:.2f} to "
+                f"{interval[1]:.2f}"
+            )
+        if suite.is_partial:
+            console.print(
+                f"{name}: partial, {len(suite.episodes)} of {suite.protocol_episodes} episodes; "
+                "this is not the score of the published protocol"
+            )
+        for kind, number in suite.failures.items():
+            console.print(f"{name}: {number} episodes failed and score 0: {kind}")
+    console.print(
+        f"{sum(len(s.episodes) for s in result.suites.values())} episodes in "
+        f"{result.generation_s:,.1f} s"
+    )
+
+
+def proportion_cells(value: Proportion) -> tuple[str, str, str]:
+    """Return the number of episodes, the share and its interval, in per cent."""
+    low, high = value.interval
+    return str(value.count), f"{100 * value.mean:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"
 
 
 def show_comparison(left: Path, right: Path) -> dict[str, SetComparison]:
@@ -240,7 +311,7 @@ def show_comparison(left: Path, right: Path) -> dict[str, SetComparison]:
         console.print(f"{side}: {path}", soft_wrap=True)
     console.print(table)
     for name in comparisons:
-        a, b = (result.sets[name].prompts_digest for result in results)
+        a, b = (result.all_results[name].prompts_digest for result in results)
         if a != b:
             console.print(
                 f"{name}: the prompts differ as tokens, because tokenizers or chat templates differ"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from pipeline.evaluation.robot_suite import ResultModel, SuiteResult, suite_result
 from pipeline.evaluation.statistics import (
     Estimate,
     average_at_k,
@@ -29,7 +30,7 @@ from rlinf.errors import ConfigError, InputError
 from rlinf.rewards.math_grader import CROSS_CHECK_DISAGREEMENTS, CROSS_CHECKS
 from stages.flow import EVALUATE, flow_of
 from stages.identity import FILE_PREFIX, CodeSnapshot
-from stages.layout import setup_stage_folder, stage_folder
+from stages.layout import VIDEOS_FOLDER, setup_stage_folder, stage_folder
 
 RESULT_FILE = "evaluation.json"
 """The file with the results, in the run directory."""
@@ -41,11 +42,7 @@ CROSS_CHECK_METRICS = (CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS)
 """Counts that are no failures."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SetResult(_Model):
+class SetResult(ResultModel):
     """The results of one set of problems."""
 
     num_problems: int
@@ -77,7 +74,7 @@ class SetResult(_Model):
         return np.array(self.scores, dtype=np.float64)
 
 
-class EvaluationResult(_Model):
+class EvaluationResult(ResultModel):
     """The results of one model on one or several sets of problems."""
 
     format: int = FORMAT
@@ -90,8 +87,16 @@ class EvaluationResult(_Model):
     generation_s: float
     """Seconds of generation, the longest of all processes."""
     tokens_per_s: float
-    """Tokens of all responses per second of generation."""
-    sets: dict[str, SetResult]
+    """Tokens of all responses (or decisions of a robot policy) per second of generation."""
+    sets: dict[str, SetResult] = {}
+    """Results on sets of problems, by name."""
+    suites: dict[str, SuiteResult] = {}
+    """Results on suites of robot tasks, by name."""
+
+    @property
+    def all_results(self) -> dict[str, SetResult | SuiteResult]:
+        """The results on sets of problems and on suites of robot tasks."""
+        return {**self.sets, **self.suites}
 
     def save(self, folder: Path) -> Path:
         """Write the results into a run directory; returns the file."""
@@ -118,7 +123,7 @@ class EvaluationResult(_Model):
             raise InputError(f"{path}: damaged ({reason}); run rlinf evaluate again") from None
 
 
-class SetComparison(_Model):
+class SetComparison(ResultModel):
     """The comparison of two models on one set."""
 
     left: Estimate
@@ -127,14 +132,18 @@ class SetComparison(_Model):
     """Left minus right, paired by problem."""
 
 
-def read_evaluation(run: Run) -> EvaluationResult:
+def read_evaluation(run: Run, suite: str = "", protocol_episodes: int = 0) -> EvaluationResult:
     """Compute the results of a finished evaluation run.
+
+    Args:
+        suite: name of the suite of robot tasks; empty: the run has sets of problems.
+        protocol_episodes: number of episodes of the suite's protocol.
 
     Raises:
         InputError: the evaluation is not finished, or the run has no sets of problems.
         ArtifactError: its samples are damaged on disk.
     """
-    if not run.config.evaluate.sets:
+    if not suite and not run.config.evaluate.sets:
         raise InputError(f"{run.folder}: its configuration has no {SETS_KEY} to report")
     manifest = stage_manifest(run.folder, EVALUATE, 0)
     if manifest is None:
@@ -150,6 +159,11 @@ def read_evaluation(run: Run) -> EvaluationResult:
         prefix = f"{FILE_PREFIX}{SETS_KEY}.{name}.task."
         digests = {key: snapshot.files.get(f"{prefix}{key}", "") for key in ("test", "train")}
         sets[name] = _set_result(name, settings, own, manifest, digests)
+    suites = {}
+    if suite:
+        paths = sorted((output / manifest.data / VIDEOS_FOLDER).glob("*.mp4"))
+        videos = [str(path.relative_to(run.folder)) for path in paths]
+        suites[suite] = suite_result(run.config, trajectories, protocol_episodes, videos)
     generation_s = _longest_span(manifest, "generate")
     tokens = sum(len(trajectory) for trajectory in trajectories)
     return EvaluationResult(
@@ -160,6 +174,7 @@ def read_evaluation(run: Run) -> EvaluationResult:
         generation_s=generation_s,
         tokens_per_s=tokens / generation_s if generation_s else 0.0,
         sets=sets,
+        suites=suites,
     )
 
 
@@ -257,15 +272,16 @@ def compare_results(left: EvaluationResult, right: EvaluationResult) -> dict[str
         ConfigError: they share no set, or their protocols for a set differ; the message names the
             keys.
     """
-    shared = [name for name in left.sets if name in right.sets]
+    all_left, all_right = left.all_results, right.all_results
+    shared = [name for name in all_left if name in all_right]
     if not shared:
         raise ConfigError(
-            f"no set in common: {', '.join(left.sets)} and {', '.join(right.sets)}; evaluate both "
+            f"no set in common: {', '.join(all_left)} and {', '.join(all_right)}; evaluate both "
             "models on the same sets"
         )
     comparisons = {}
     for name in shared:
-        a, b = left.sets[name], right.sets[name]
+        a, b = all_left[name], all_right[name]
         if a.protocol_digest != b.protocol_digest:
             keys = ", ".join(_differences(a.protocol, b.protocol))
             raise ConfigError(

@@ -64,6 +64,9 @@ class RolloutRequest:
     """Groups per batch, if an iteration may draw several batches; None: ``num_groups``."""
     num_videos: int = 0
     """Samples with an id below this number record :meth:`Environment.video_columns`."""
+    has_worst_videos: bool = False
+    """Whether instead the ``num_videos`` samples with the lowest scores record them. The other
+    trajectories have no images."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
     """Further sampling settings: fields of :class:`rlinf.engines.token_sampling.SamplingParams`."""
 

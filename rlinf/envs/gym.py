@@ -16,7 +16,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -536,6 +536,8 @@ class GymEnvironment(Environment):
                 loops = self._loops(request, samples[first : first + num_parallel], tracebacks)
                 with _translate_user_errors(self.config):
                     trajectories += run_interleaved(loops, put, actions.get)
+                if request.has_worst_videos:
+                    trajectories = self._keep_worst_images(trajectories, request.num_videos)
         except BaseException as error:
             # Processes may still send answers to this attempt; the next attempt must not read them.
             self.close()
@@ -565,6 +567,8 @@ class GymEnvironment(Environment):
     ) -> list[EpisodeLoop]:
         """Return the episode loops of ``samples``: one or two, and one for those with a video."""
         has_video = samples < (request.num_videos if self.config.video else 0)
+        if request.has_worst_videos:
+            has_video |= bool(request.num_videos and self.config.video)
         others = samples[~has_video]
         size = -(-len(others) // (2 if self.config.double_buffer else 1)) or 1
         action = self.config.action
@@ -578,6 +582,22 @@ class GymEnvironment(Environment):
             samples, cameras = samples[has_video], self.config.video
             loops.append(run_episodes(request, samples, self._video_envs, 0, cameras, *options))
         return loops
+
+    def _keep_worst_images(self, trajectories: list[Trajectory], count: int) -> list[Trajectory]:
+        """Return trajectories, of which only the ``count`` with the lowest scores have images."""
+        order = sorted(
+            (_episode_metric(t, self._score_metric), t.identity)
+            for t in trajectories
+            if _is_scored(t) and (t.images or t.videos)
+        )
+        worst = {identity for _, identity in order[:count]}
+        # Copies, because trajectories are views of columns with the images of all samples.
+        return [
+            replace(t, images=_copy_arrays(t.images), videos=_copy_arrays(t.videos))
+            if t.identity in worst
+            else replace(t, images={}, videos={})
+            for t in trajectories
+        ]
 
     @property
     def _score_metric(self) -> str:
@@ -667,6 +687,10 @@ def load_demonstration_data(config: GymConfig) -> LeRobotDemonstrations | None:
 
     folder = config.demonstration_data.expanduser()
     return LeRobotDemonstrations(folder, config.demonstration_camera_map, config.instruction)
+
+
+def _copy_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in arrays.items()}
 
 
 def _is_scored(trajectory: Trajectory) -> bool:

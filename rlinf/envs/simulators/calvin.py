@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import io
 import json
@@ -40,6 +41,11 @@ ASSETS = {
     "chains": "a JSON file of chains and their first states (docs/howto/simulators.md says which)",
 }
 """Files and folders that no package contains, by their key of ``kwargs``."""
+OPTIONAL = {
+    "annotations": "a YAML file of sentences by subtask, such as CALVIN's "
+    "calvin_models/conf/annotations/new_playtable_validation.yaml; left out, the instruction is "
+    "the name of the subtask",
+}
 ALL_CHAINS = "chains"
 """The ``id`` of a task with all chains."""
 DEFAULT_STEPS = 360
@@ -92,18 +98,26 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
     ``kwargs``: ``folder`` and ``chains``, see :data:`ASSETS`; ``annotations``, a YAML file of
     sentences by subtask, the first of which is the instruction (without the file, the subtask's
-    name); ``steps``, the maximum of a subtask; ``state``: all or robot.
+    name); ``steps``, the maximum of a subtask; ``state``: all or robot;
+    ``fingerprint``, the beginning of :func:`fingerprint` that the chains must have.
 
     Raises:
         ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
-    valid_keys = {"folder", "chains", "annotations", "steps", "state"}
+    valid_keys = {"folder", "chains", "annotations", "steps", "state", "fingerprint"}
     if unknown := sorted(kwargs.keys() - valid_keys):
         raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(valid_keys))}")
     if (state_mode := kwargs.get("state", "all")) not in ("all", "robot"):
         raise ValueError(f"kwargs.state: {state_mode!r}; expected all or robot")
     folder = _existing_path(kwargs, "folder", "calvin_env/envs/play_table_env.py")
     chains = _load_chains(_existing_path(kwargs, "chains"))
+    expected, actual = str(kwargs.get("fingerprint", "")), fingerprint(chains)
+    if not actual.startswith(expected):
+        raise ValueError(
+            f"kwargs.chains: {kwargs['chains']}: its {len(chains)} chains have the fingerprint "
+            f"{actual[: len(expected)]}, not {expected} of the benchmark's 1,000; write those of "
+            "CALVIN's get_sequences(1000)"
+        )
     if id != ALL_CHAINS:
         first_tasks = sorted({chain.tasks[0] for chain in chains})
         if id not in first_tasks:
@@ -121,7 +135,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 def _existing_path(kwargs: dict[str, Any], key: str, required_file: str = "") -> Path:
-    description = ASSETS.get(key, "a YAML file of sentences by subtask")
+    description = {**ASSETS, **OPTIONAL}[key]
     if kwargs.get(key) is None:
         raise ValueError(f"kwargs.{key}: is not set; expected {description}")
     path = Path(str(kwargs[key])).expanduser()
@@ -145,6 +159,13 @@ def _load_chains(path: Path) -> list[SubtaskChain]:
             "chain as many values and one subtask at least"
         )
     return chains
+
+
+def fingerprint(chains: list[SubtaskChain]) -> str:
+    """Return the SHA-256 of the subtasks of all chains: commas between the subtasks of a chain, and
+    newlines between chains."""
+    text = "\n".join(",".join(chain.tasks) for chain in chains)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _load_sentences(path: Path) -> dict[str, str]:

@@ -6,7 +6,8 @@ The reward is 1 at the step that solves the task, which ends the episode, and 0 
 
 The state has the fields that common policies use: position of the hand (3), its rotation vector
 (3), both fingers (2). An action is a change of position (3) and rotation (3), and the gripper: -1
-opens it. Cameras: ``agentview`` and ``robot0_eye_in_hand``, upright.
+opens it. Cameras: ``agentview`` and ``robot0_eye_in_hand``, upright; with ``benchmark_images`` they
+are those of published evaluations (:class:`BenchmarkLiberoEnv`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ TASK_SETS = {
     suite: tuple(f"{suite}/{number}" for number in range(90 if suite == "libero_90" else 10))
     for suite in ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 }
+TASK_SETS["libero_130"] = tuple(id for ids in TASK_SETS.values() for id in ids)
 OPTIONAL = {
     "assets": "the folder of LIBERO's meshes and textures: libero/libero/assets of "
     "github.com/Lifelong-Robot-Learning/LIBERO; left out, they are those that "
@@ -62,8 +64,9 @@ class LiberoBox(NamedTuple):
 def make(id: str, kwargs: dict[str, Any]) -> Any:
     """``id`` is ``SUITE/TASK``, where ``TASK`` is the index or the name of a task in the suite.
 
-    ``kwargs``: ``steps``, the maximum of an episode; ``rest``, steps without motion before it; and
-    ``assets``, see :data:`OPTIONAL`.
+    ``kwargs``: ``steps``, the maximum of an episode; ``rest``, steps without motion before it;
+    ``benchmark_images``, whether images are those of :class:`BenchmarkLiberoEnv`; and ``assets``,
+    see :data:`OPTIONAL`.
 
     Raises:
         ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
@@ -71,8 +74,8 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     suite, _, task = id.partition("/")
     if suite not in SUITE_STEPS:
         raise ValueError(f"LIBERO has no suite {suite!r}; there are {', '.join(SUITE_STEPS)}")
-    if unknown := sorted(kwargs.keys() - {"steps", "rest", "assets"}):
-        raise ValueError(f"kwargs.{unknown[0]}: there are steps, rest and assets")
+    if unknown := sorted(kwargs.keys() - {"steps", "rest", "benchmark_images", "assets"}):
+        raise ValueError(f"kwargs.{unknown[0]}: there are steps, rest, benchmark_images and assets")
     _check_assets(kwargs.get("assets"))
     with contextlib.redirect_stdout(io.StringIO()):  # LIBERO prints messages
         from libero.libero import benchmark, get_libero_path
@@ -91,7 +94,8 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     states = folders["init_states"] / spec.problem_folder / f"{spec.init_states_file}.npz"
     bddl = folders["bddl_files"] / spec.problem_folder / spec.bddl_file
     steps, rest = int(kwargs.get("steps", SUITE_STEPS[suite])), int(kwargs.get("rest", REST_STEPS))
-    return LiberoEnv(str(bddl), _load_initial_states(states), spec.language, steps, rest)
+    cls = BenchmarkLiberoEnv if kwargs.get("benchmark_images") else LiberoEnv
+    return cls(str(bddl), _load_initial_states(states), spec.language, steps, rest)
 
 
 def _check_assets(configured: Any) -> None:
@@ -129,6 +133,9 @@ def _load_initial_states(path: Path) -> np.ndarray:
 class LiberoEnv:
     """One LIBERO task."""
 
+    uses_own_renderer = False
+    """Whether LIBERO renders images; otherwise the simulator process does, without shadows."""
+
     def __init__(
         self, bddl_file: str, initial_states: np.ndarray, instruction: str, steps: int, rest: int
     ) -> None:
@@ -138,9 +145,11 @@ class LiberoEnv:
         self._max_steps, self._rest_steps, self._steps = steps, rest, 0
         self.num_initial_states = len(initial_states)
         with contextlib.redirect_stdout(io.StringIO()):
-            # The simulator process renders images, without shadows.
             self._env = ControlEnv(
-                bddl_file, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True
+                bddl_file,
+                use_camera_obs=False,
+                has_offscreen_renderer=self.uses_own_renderer,
+                ignore_done=True,
             )
             self._env.reset()
         # Keep the model from now on, because building it takes seconds.
@@ -189,6 +198,26 @@ class LiberoEnv:
 
     def close(self) -> None:
         self._env.close()
+
+
+class BenchmarkLiberoEnv(LiberoEnv):
+    """One LIBERO task with the images of published evaluations.
+
+    LIBERO's own renderer draws them, with shadows and without collision shapes. Its images are
+    upside down, and they are rotated by 180 degrees, as OpenVLA and openpi do for their data sets
+    and evaluations. So they are upright and mirrored.
+    """
+
+    uses_own_renderer = True
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        return tuple(self.model.camera(number).name for number in range(self.model.ncam))
+
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
+        """Return the image of a camera, uint8 ``[H, W, 3]``."""
+        image = self._env.sim.render(camera_name=camera, height=height, width=width)
+        return np.ascontiguousarray(image[::-1, ::-1])
 
 
 def _state(observation: Any) -> np.ndarray:

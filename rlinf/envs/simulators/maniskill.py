@@ -5,16 +5,35 @@ task is solved; success does not end the episode. The state is ManiSkill's own s
 default, actions are those of the controller ``pd_joint_delta_pos``, and the reward is
 ``normalized_dense``. Cameras are the task's (``base_camera``, ...). Rendering and the simulator
 itself need a Vulkan device: a GPU, or Mesa's lavapipe from 24.3 on.
+
+The tasks ``PutOnPlateInScene25*`` of RL4VLA (arXiv 2505.19789) are not part of ManiSkill, so
+``kwargs.module`` must name a file that registers them (:class:`PutOnPlateEnv`).
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 PACKAGES = ("mani_skill", "sapien", "torch", "gymnasium")
+OPTIONAL = {
+    "module": "a Python file that registers further tasks when it is imported, such as one that "
+    "imports the tasks PutOnPlateInScene25 of github.com/gen-robot/RL4VLA; their assets belong "
+    "into MS_ASSET_DIR",
+}
+PUT_ON_PLATE = "PutOnPlateInScene25"
+_VARIANTS = (
+    *("VisionImage", "VisionTexture03", "VisionTexture05", "VisionWhole03", "VisionWhole05"),
+    *("Carrot", "Plate", "Instruct", "MultiCarrot", "MultiPlate"),
+    *("Position", "EEPose", "PositionChangeTo"),
+)
+TASK_SETS = {f"{PUT_ON_PLATE}-OOD": tuple(f"{PUT_ON_PLATE}{name}-v1" for name in _VARIANTS)}
+"""RL4VLA's variants outside the training distribution: of vision, semantics and execution."""
 DEFAULT_OPTIONS = {
     "obs_mode": "state",
     "reward_mode": "normalized_dense",
@@ -25,14 +44,37 @@ DEFAULT_OPTIONS = {
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
-    """``id`` is a registered task (``PickCube-v1``); ``kwargs`` are its further arguments.
+    """``id`` is a registered task (``PickCube-v1``).
+
+    ``kwargs``: ``module``, see :data:`OPTIONAL`; ``objects`` for :class:`PutOnPlateEnv`; others are
+    arguments of the task.
 
     Raises:
         ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
     from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
-    return ManiSkillEnv(CPUGymWrapper(create_task(id, kwargs)))
+    arguments = dict(kwargs)
+    if (module := arguments.pop("module", None)) is not None:
+        _import_file(Path(str(module)).expanduser())
+    if not id.startswith(PUT_ON_PLATE):
+        return ManiSkillEnv(CPUGymWrapper(create_task(id, arguments)))
+    objects = arguments.pop("objects", "train")
+    return PutOnPlateEnv(CPUGymWrapper(create_task(id, arguments)), objects)
+
+
+def _import_file(path: Path) -> None:
+    """Import a Python file; the modules beside it can be imported too."""
+    if not path.is_file():
+        raise ValueError(f"kwargs.module: there is no {path}; give {OPTIONAL['module']}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"registers_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    if spec.name not in sys.modules:
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 def create_task(id: str, kwargs: dict[str, Any]) -> Any:
@@ -44,6 +86,11 @@ def create_task(id: str, kwargs: dict[str, Any]) -> Any:
     import gymnasium
     from mani_skill.utils.registration import REGISTERED_ENVS
 
+    if id not in REGISTERED_ENVS and id.startswith(PUT_ON_PLATE):
+        raise ValueError(
+            f"kwargs.module: does not register {id}, and ManiSkill does not have it; give "
+            f"{OPTIONAL['module']}"
+        )
     if id not in REGISTERED_ENVS:
         near = difflib.get_close_matches(id, REGISTERED_ENVS, 3, 0.3)
         raise ValueError(
@@ -107,3 +154,48 @@ def render_camera(env: Any, camera: str, height: int, width: int) -> np.ndarray:
             f"{{height: {height}, width: {width}}}"
         )
     return array
+
+
+class PutOnPlateEnv(ManiSkillEnv):
+    """One of RL4VLA's tasks, in which the arm puts an object on a plate.
+
+    The seed of a reset draws the number of the initial state (``episode_id``), which determines
+    objects, background and poses. The images are those of the task's observations, because the task
+    replaces their background. The state has the positions of the arm's joints.
+    """
+
+    def __init__(self, env: Any, objects: str) -> None:
+        """``objects`` selects objects and backgrounds: train, test or all."""
+        import gymnasium
+
+        super().__init__(env)
+        self._task, self._objects = env.unwrapped, objects
+        self.reset(seed=0)
+        bound = np.full(len(self._state()), np.inf, np.float32)
+        self.observation_space = gymnasium.spaces.Box(-bound, bound)
+
+    @property
+    def instruction(self) -> str:
+        return str(self._task.get_language_instruction()[0])
+
+    def reset(self, seed: int | None = None) -> Any:
+        import torch
+
+        self._task.obj_set = self._objects
+        episode = np.random.default_rng(seed).integers(self._task.total_num_trials)
+        options = {"obj_set": self._objects, "episode_id": torch.tensor([int(episode)])}
+        self._observation, info = self._env.reset(seed=seed, options=options)
+        return self._state(), info
+
+    def step(self, action: Any) -> Any:
+        self._observation, *rest = super().step(action)
+        return (self._state(), *rest)
+
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
+        image = np.asarray(self._observation["sensor_data"][camera]["rgb"], np.uint8)
+        if image.shape != (height, width, 3):
+            raise ValueError(f"images of {camera} are {image.shape[:2]}; set task.images.{camera}")
+        return image
+
+    def _state(self) -> np.ndarray:
+        return self._task.agent.robot.get_qpos()[0].cpu().numpy().astype(np.float32)

@@ -3,7 +3,8 @@
 An episode has 500 steps; ``info["success"]`` of each step is whether the task is solved. Unlike
 in Meta-World's own wrapper, the seed of a reset selects the goal, so equal seeds begin equal
 episodes, whatever happened before. Meta-World has no instructions; the instruction is the name of
-the task in words, such as ``button press topdown``.
+the task in words, such as ``button press topdown``. With ``benchmark_images``, images are those of
+published policies (:class:`BenchmarkMetaWorldEnv`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ GOALS_SEED = 42
 def make(id: str, kwargs: dict[str, Any]) -> Any:
     """``id`` is a task's name (``reach-v3``).
 
+    ``kwargs``: ``benchmark_images``, whether images are those of :class:`BenchmarkMetaWorldEnv`;
+    others are arguments of Meta-World's environment.
+
     Raises:
         ImportError, ValueError: see :mod:`rlinf.envs.simulators`.
     """
@@ -61,9 +65,11 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
         raise ValueError(f"Meta-World has no task {id!r}; near it: {', '.join(near) or tasks[0]}")
     try:
         benchmark = metaworld.MT1(id, seed=GOALS_SEED)
-        env = benchmark.train_classes[id](**kwargs)
+        arguments = {name: value for name, value in kwargs.items() if name != "benchmark_images"}
+        env = benchmark.train_classes[id](**arguments)
         instruction = id.rpartition("-")[0].replace("-", " ")
-        return MetaWorldEnv(env, benchmark.train_tasks, instruction, ENV_POLICY_MAP[id]())
+        cls = BenchmarkMetaWorldEnv if kwargs.get("benchmark_images") else MetaWorldEnv
+        return cls(env, benchmark.train_tasks, instruction, ENV_POLICY_MAP[id]())
     except TypeError as error:
         raise ValueError(f"cannot make {id!r}: {error}") from None
 
@@ -118,3 +124,35 @@ class MetaWorldEnv:
 
     def close(self) -> None:
         self._env.close()
+
+
+class BenchmarkMetaWorldEnv(MetaWorldEnv):
+    """One Meta-World task with the images that published policies observe.
+
+    LeRobot's evaluation moves the camera ``corner2`` nearer, draws shadows, and rotates the image
+    by 180 degrees, because that camera is upside down.
+    """
+
+    cameras = ("corner2",)
+    camera_position = (0.75, 0.075, 0.7)
+    """Position of the camera, meters."""
+
+    def __init__(self, env: Any, goals: Any, instruction: str, expert: Any) -> None:
+        super().__init__(env, goals, instruction, expert)
+        self.unwrapped.model.camera("corner2").pos[:] = self.camera_position
+        self._renderers: dict[tuple[int, int], Any] = {}
+
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
+        """Return the image of a camera, uint8 ``[H, W, 3]``."""
+        import mujoco
+
+        if (height, width) not in self._renderers:
+            self._renderers[height, width] = mujoco.Renderer(self.unwrapped.model, height, width)
+        renderer = self._renderers[height, width]
+        renderer.update_scene(self.unwrapped.data, camera)
+        return np.ascontiguousarray(renderer.render()[::-1, ::-1])
+
+    def close(self) -> None:
+        for renderer in self._renderers.values():
+            renderer.close()
+        super().close()

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.evaluation.statistics import (
+    Z_95,
+    Proportion,
     average_at_k,
     majority_at_k,
     mean_over_problems,
@@ -82,3 +84,16 @@ def test_a_difference_is_paired_by_problem() -> None:
     interval = estimate.interval
     assert interval is not None
     assert interval[0] > 0
+
+
+@given(st.integers(1, 500), st.data())
+def test_the_ends_of_wilsons_interval_are_where_the_share_is_as_far_as_allowed(
+    count: int, data: st.DataObject
+) -> None:
+    """By definition: a true share at an end is 1.96 of its own standard errors away."""
+    share = Proportion(data.draw(st.integers(0, count)), count)
+    low, high = share.interval
+    assert 0 <= low <= share.mean <= high <= 1
+    for end in {low, high} - {0.0, 1.0}:
+        distance = abs(share.mean - end)
+        assert distance == pytest.approx(Z_95 * math.sqrt(end * (1 - end) / count), abs=1e-9)

@@ -85,6 +85,42 @@ def test_a_bowl_on_the_plate_ends_the_episode_with_the_reward() -> None:
     assert result["steps"][-1] == [1, 1, 0]
 
 
+def test_published_images_are_liberos_own_rotated_by_half_a_turn() -> None:
+    """They are upright and mirrored; the arm stands on the left in both."""
+    sizes = {"agentview": [64, 64], "robot0_eye_in_hand": [64, 64]}
+    shown = {}
+    for name, kwargs in (("own", {}), ("benchmark", {"benchmark_images": True})):
+        config = GymConfig.model_validate({**BOWL, "images": sizes, "kwargs": kwargs})
+        with contextlib.closing(create_simulator_process(config)) as process:
+            shown[name] = process.reset([0], [0], [0])
+    program = Path(__file__).with_name("libero_images.py")
+    ran = subprocess.run(
+        [resolve_interpreter("libero", "task.python"), str(program), str(libero.__file__)],
+        env={**os.environ, "MUJOCO_GL": "egl"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    raw = np.frombuffer(ran.stdout[-2 * 64 * 64 * 3 :], np.uint8).reshape(2, 64, 64, 3)
+    for number, camera in enumerate(sizes):
+        published = shown["benchmark"][camera][0]
+        np.testing.assert_array_equal(published, raw[number][::-1, ::-1])
+        upright = shown["own"][camera][0].astype(float)
+        distances = [abs(upright - image).mean() for image in (published[:, ::-1], published)]
+        assert distances[0] < 0.5 * distances[1], "only mirrored, apart from shadows"
+
+
+def test_an_episode_begins_after_ten_steps_at_rest_in_the_state_of_its_index() -> None:
+    """Objects that were placed in the air fall in these steps."""
+    states = {}
+    for rest in (0, 10):
+        config = GymConfig.model_validate({**BOWL, "images": {}, "kwargs": {"rest": rest}})
+        with contextlib.closing(create_simulator_process(config)) as process:
+            states[rest] = [process.reset([0], [0], [index])["state"][0] for index in (0, 1, 50)]
+    assert (states[0][0] != states[10][0]).any()
+    np.testing.assert_array_equal(states[10][0], states[10][2], err_msg="there are 50 states")
+    assert (states[10][0] != states[10][1]).any()
+
+
 @pytest.fixture
 def assets(tmp_path: Path) -> Path:
     """Those that are installed, at another place."""

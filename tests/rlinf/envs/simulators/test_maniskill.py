@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,3 +141,43 @@ def test_pictures_of_another_size_are_refused() -> None:
 
 def test_spaces_are_as_the_configuration_says() -> None:
     GymEnvironment.verify_spec(GymConfig.model_validate(CUBE))
+
+
+PLATE: dict[str, Any] = {
+    "simulator": "maniskill",
+    "id": "PutOnPlateInScene25VisionImage-v1",
+    "python": "maniskill",
+    "observation": 9,
+    "action": {"kind": "box", "size": 8},
+    "images": {"3rd_view_camera": [48, 64]},
+    "instruction": True,
+    "score_by_success": True,
+    "kwargs": {
+        "module": str(Path(__file__).with_name("put_on_plate_tasks.py")),
+        "objects": "test",
+        "obs_mode": "rgb+segmentation",
+        "reward_mode": "none",
+    },
+}
+
+
+def test_tasks_of_a_file_have_its_instructions_and_initial_states() -> None:
+    config = GymConfig.model_validate(PLATE)
+    assert GymEnvironment.read_spec(config)["observation"] == 9
+    with contextlib.closing(create_simulator_process(config)) as process:
+        first, again, other = (process.reset([0], [seed]) for seed in (3, 3, 4))
+        columns, errors = process.step([0], np.zeros((1, 8)))
+    assert not errors
+    text = first["instruction"][0].tobytes().rstrip(b"\0").decode()
+    assert text == "put the test cube on the plate"
+    image = "3rd_view_camera"
+    np.testing.assert_array_equal(first[image], again[image])
+    assert (first[image] != other[image]).any()
+    assert columns[f"seen.{image}"].shape == (1, 48, 64, 3)
+
+
+def test_tasks_that_no_file_registers_are_named() -> None:
+    kwargs = {name: value for name, value in PLATE["kwargs"].items() if name != "module"}
+    message = r"kwargs\.module: does not register PutOnPlateInScene25VisionImage-v1, .*give a Py"
+    with pytest.raises(ConfigError, match=message):
+        GymEnvironment.read_spec(GymConfig.model_validate({**PLATE, "kwargs": kwargs}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -177,3 +178,31 @@ def test_worlds_of_one_process_share_a_renderer_and_not_their_pictures() -> None
     assert together["corner"].shape == (2, 48, 64, 3)
     assert (together["corner"][0] != together["corner"][1]).any()
     assert (together["corner"][0] != together["topview"][0]).any()
+
+
+def test_published_images_are_of_the_nearer_camera_rotated_by_half_a_turn() -> None:
+    """As LeRobot makes them: Meta-World's own rendering, with both axes reversed."""
+    program = """
+import sys, metaworld, numpy as np
+benchmark = metaworld.MT1("reach-v3", seed=42)
+options = {"render_mode": "rgb_array", "camera_name": "corner2", "width": 64, "height": 48}
+env = benchmark.train_classes["reach-v3"](**options)
+env.model.camera("corner2").pos[:] = [0.75, 0.075, 0.7]
+env.set_task(benchmark.train_tasks[int(np.random.default_rng(3).integers(50))])
+env.reset(seed=3)
+sys.stdout.buffer.write(np.ascontiguousarray(env.render()).tobytes())
+"""
+    python = resolve_interpreter("metaworld", "task.python")
+    ran = subprocess.run(
+        [python, "-c", program],
+        env={**os.environ, "MUJOCO_GL": "egl"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    raw = np.frombuffer(ran.stdout[-48 * 64 * 3 :], np.uint8).reshape(48, 64, 3).astype(float)
+    values = {**REACH, "images": {"corner2": [48, 64]}, "kwargs": {"benchmark_images": True}}
+    config = GymConfig.model_validate(values)
+    with contextlib.closing(create_simulator_process(config)) as process:
+        published = process.reset([0], [3])["corner2"][0]
+    assert abs(published - raw[::-1, ::-1]).mean() < 1
+    assert abs(published - raw).mean() > 10
