@@ -30,6 +30,7 @@ from rlinf.sharded_tensors import local_rows, local_shard
 
 if TYPE_CHECKING:
     from rlinf.models.images import ImageProcessor
+    from rlinf.models.policy_folder import PolicyFolder
 
 ModelSpec = dict[str, Any]
 """Properties of an environment that a new policy needs.
@@ -77,6 +78,9 @@ class Policy(Component, ABC):
     parameter_groups: ClassVar[tuple[str, ...]] = ("policy",)
     """Names of the parameter groups. Updates can be limited to some groups, and each group can have
     its own learning rate (``optimizer.group_lr``)."""
+    folder_class: ClassVar[type[PolicyFolder] | None] = None
+    """Reads the facts that folders of a robot policy state; None: the policy has no such folders
+    (:mod:`rlinf.models.policy_folder`)."""
     has_independent_steps: ClassVar[bool] = False
     """Whether the outputs of a step depend only on that step. Then pieces of a trajectory can be
     evaluated separately."""

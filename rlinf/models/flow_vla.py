@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
+from rlinf.data.lerobot import ACTION_FEATURE
 from rlinf.data.record import IMAGE_PREFIX
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
@@ -38,7 +39,6 @@ from rlinf.models.denoising import (
 )
 from rlinf.models.hf_folder import WEIGHTS_FILE
 from rlinf.models.lerobot_folder import (
-    ACTION_FEATURE,
     FlowVLAConfig,
     action_normalizer,
     copy_processors,

@@ -41,6 +41,7 @@ from rlinf.models.gr00t_folder import (
     GR00T_TYPE,
     IMAGE_TOKENS,
     Gr00tConfig,
+    Gr00tFolder,
     check_gr00t_task,
     copy_gr00t_files,
     head_sizes,
@@ -79,6 +80,7 @@ class Gr00tPolicy(FlowVLAPolicy):
     """A policy of GR00T N1.5 or N1.7."""
 
     Config = Gr00tConfig
+    folder_class = Gr00tFolder
     module: Gr00tNetwork
     trains_padding = False
 

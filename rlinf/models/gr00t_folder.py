@@ -15,15 +15,16 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE
 from rlinf.errors import ConfigError, DataError, did_you_mean
 from rlinf.models.base import ModelSpec
+from rlinf.models.character_tokenizer import read_tokenizer
 from rlinf.models.gr00t_network import EAGLE, QWEN3_VL, image_side
 from rlinf.models.hf_folder import check_checkpoint, copy_non_weight_files, read_json_object
 from rlinf.models.lerobot_folder import (
-    ACTION_FEATURE,
     CAMERA_PREFIX,
+    LEROBOT_STEPS,
     RANGE_MODES,
-    STATE_FEATURE,
     VLM_FOLDER,
     FeatureStatistics,
     FlowVLAConfig,
@@ -36,6 +37,7 @@ from rlinf.models.lerobot_folder import (
     read_vlm_config,
     write_processors,
 )
+from rlinf.models.policy_folder import FlowPolicyFolder
 from rlinf.verified_io import copy_file
 
 GR00T_TYPE = "gr00t"
@@ -43,6 +45,8 @@ GR00T_TYPE = "gr00t"
 Version = Literal["n1.5", "n1.7"]
 MODEL_TYPES: dict[str, Version] = {"gr00t_n1_5": "n1.5", "Gr00tN1d7": "n1.7"}
 """Types of published folders."""
+PROMPT_STEP = "gr00t_prompt_processor"
+"""Name of the step that makes the prompt."""
 VLM_TYPES = {"n1.5": EAGLE, "n1.7": QWEN3_VL}
 IMAGE_TOKENS = {"n1.5": "<IMG_CONTEXT>", "n1.7": "<|image_pad|>"}
 """The token that represents a part of an image."""
@@ -410,7 +414,7 @@ def write_gr00t_processors(
     folder: Path, settings: Mapping[str, Any], statistics: FeatureStatistics
 ) -> None:
     """Write the processors of a policy in LeRobot's format."""
-    prompt = {"registry_name": "gr00t_prompt_processor", "config": {"prompt": settings["prompt"]}}
+    prompt = {"registry_name": PROMPT_STEP, "config": {"prompt": settings["prompt"]}}
     write_processors(folder, settings, statistics, prompt, {"tokenizer_name": VLM_FOLDER})
 
 
@@ -576,3 +580,34 @@ def _read_n17(
         "clip": bool(processor.get("clip_outliers", True)),
     }
     return options, statistics
+
+
+class Gr00tFolder(FlowPolicyFolder):
+    """A published folder of GR00T, or a policy folder of this package."""
+
+    applied_steps = frozenset({*LEROBOT_STEPS, PROMPT_STEP})
+
+    def __init__(self, name: str, folder: Path, options: Any, spec: ModelSpec) -> None:
+        super().__init__(name, folder, options, spec)
+        self.settings, self._statistics = read_source_config(folder, options)
+        self.has_processors = self._statistics is None
+
+    @classmethod
+    def recognizes(cls, name: str, folder: Path, settings: Mapping[str, Any]) -> bool:
+        return settings.get("model_type") in MODEL_TYPES
+
+    def prompt(self) -> tuple[str, str]:
+        vlm_folder, _ = read_gr00t_vlm(self.folder, self.settings, self.options.vlm_path)
+        read_tokenizer(vlm_folder)
+        source = f"{self.config_file}: prompt" if self.has_processors else "model.prompt"
+        case = ", in lower case without punctuation" if self.settings["lower_case"] else ""
+        return f"{self.settings['prompt']}{case}", source
+
+    def replaced_statistics(self) -> tuple[FeatureStatistics | None, str]:
+        if self.options.norm_stats is not None or self._statistics is None:
+            return super().replaced_statistics()
+        file = METADATA_FILE if version_of(self.settings) == "n1.5" else STATISTICS_FILE
+        return self._statistics, f"{self.folder / file}: {self.settings['embodiment']}"
+
+    def num_predicted(self) -> int:
+        return int(head_sizes(self.settings)["action_horizon"])

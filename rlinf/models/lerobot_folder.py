@@ -36,6 +36,13 @@ CAMERA_PREFIX, EMPTY_CAMERA_PREFIX = "observation.images.", "observation.images.
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
 """LeRobot's names of features, processors and normalization steps."""
+LEROBOT_STEPS = frozenset(
+    {
+        *("rename_observations_processor", "to_batch_processor", "tokenizer_processor"),
+        *("device_processor", NORMALIZER_STEP, UNNORMALIZER_STEP),
+    }
+)
+"""Names of the steps of processors that all policies of LeRobot have."""
 VLM_FOLDER = "vlm"
 """Subfolder with ``config.json`` and tokenizer of the vision-language model."""
 EPS = 1e-8

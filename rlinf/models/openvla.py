@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
+from rlinf.data.lerobot import ACTION_FEATURE
 from rlinf.data.record import IMAGE_PREFIX
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
@@ -62,11 +63,12 @@ from rlinf.models.hf_folder import (
 )
 from rlinf.models.image_resampling import ImageResampler
 from rlinf.models.images import PREPROCESSOR_FILE
-from rlinf.models.lerobot_folder import ACTION_FEATURE, compute_dataset_statistics
+from rlinf.models.lerobot_folder import compute_dataset_statistics
 from rlinf.models.loading import read_weights
 from rlinf.models.openvla_folder import (
     PART_TENSORS,
     OpenVLAConfig,
+    OpenVLAFolder,
     OpenVLAOFTConfig,
     check_openvla_task,
     check_openvla_tensors,
@@ -91,6 +93,7 @@ class OpenVLAPolicy(Policy):
     """An OpenVLA policy, which generates the tokens of one action after the other."""
 
     Config: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig
+    folder_class = OpenVLAFolder
     requires = frozenset({OBSERVATIONS})
     provides = frozenset({SINGLE_PASS_ACTIONS, VALUE_ESTIMATES})
     parameter_groups = ("policy", "value")

@@ -14,11 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
 
 from rlinf.config import Section
+from rlinf.data.lerobot import ACTION_FEATURE
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import (
     STATISTICS_FILE,
@@ -29,6 +31,7 @@ from rlinf.models.action_encoding import (
     select_action_statistics,
 )
 from rlinf.models.base import ModelSpec
+from rlinf.models.character_tokenizer import read_tokenizer
 from rlinf.models.checkpoint_tensors import TensorShapes, check_tensors
 from rlinf.models.hf_folder import (
     check_checkpoint,
@@ -38,6 +41,7 @@ from rlinf.models.hf_folder import (
 )
 from rlinf.models.images import PREPROCESSOR_FILE
 from rlinf.models.openvla_network import AUTOREGRESSIVE, L1, TOWERS, OpenVLANetwork
+from rlinf.models.policy_folder import PolicyFolder, ValueRange
 
 MODEL_TYPE = "openvla"
 DEFAULT_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -526,3 +530,47 @@ def tower_settings(settings: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the settings of each vision tower."""
     vision = settings["vision_config"]
     return [vision[t] for t in TOWERS] if settings["use_fused_vision_backbone"] else [vision]
+
+
+class OpenVLAFolder(PolicyFolder):
+    """A folder of OpenVLA or OpenVLA-OFT."""
+
+    def __init__(self, name: str, folder: Path, options: Any, spec: ModelSpec) -> None:
+        super().__init__(name, folder, options, spec)
+        missing = missing_settings(folder, options, spec)
+        self.settings = read_openvla_config(folder, name, missing)
+        self._dataset, statistics = read_folder_statistics(folder, self.settings, options)
+        self._statistics = statistics["action"]
+        if (mask := self._statistics.get("mask")) is not None:
+            self.is_scaled = np.asarray(mask, bool)
+
+    @classmethod
+    def recognizes(cls, name: str, folder: Path, settings: Mapping[str, Any]) -> bool:
+        # A published folder does not state how its actions are decoded.
+        if settings.get("model_type") != MODEL_TYPE or "cameras" not in settings:
+            return False
+        return (settings.get("decoding") == AUTOREGRESSIVE) == (name == "openvla")
+
+    def prompt(self) -> tuple[str, str]:
+        prompt, source = str(self.settings["prompt"]), f"{self.config_file}: prompt"
+        if "{instruction}" not in prompt:
+            raise DataError(
+                f"{source}: {prompt!r} has no {{instruction}}, so the policy cannot tell tasks "
+                "apart; set model.prompt"
+            )
+        read_tokenizer(self.folder)
+        return repr(prompt), source
+
+    def ranges(self) -> dict[str, ValueRange]:
+        low, high = (np.asarray(self._statistics[name], np.float64) for name in ("q01", "q99"))
+        has_file = (self.folder / STATISTICS_FILE).is_file()
+        file = STATISTICS_FILE if has_file else "config.json: norm_stats"
+        source = f"{self.folder / file}: {self._dataset}.action"
+        return {ACTION_FEATURE: ValueRange(low, high, "QUANTILES", source)}
+
+    def chunk(self) -> tuple[int, int, str]:
+        length = int(self.settings["num_actions_chunk"])
+        return length, length, f"{self.config_file}: num_actions_chunk"
+
+    def action_size(self) -> tuple[int, str]:
+        return int(self.settings["action_dim"]), f"{self.config_file}: action_dim"

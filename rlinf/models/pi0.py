@@ -52,6 +52,7 @@ from rlinf.models.pi0_folder import (
     TOKEN_EMBEDDINGS,
     TOKENIZER_FOLDER,
     PiConfig,
+    PiFolder,
     check_pi_task,
     copy_tokenizer,
     is_openpi,
@@ -81,6 +82,7 @@ class Pi0Policy(FlowVLAPolicy):
     """A pi-0 policy, whose action expert reads the state as a vector."""
 
     Config = PiConfig
+    folder_class = PiFolder
     vlm_prefix = PREFIX
     kind: ClassVar[str] = "pi0"
     """The type in LeRobot's ``config.json``."""

@@ -16,16 +16,18 @@ from typing import Any
 
 from pydantic import Field
 
+from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.character_tokenizer import TOKENIZER_FILE
+from rlinf.models.checkpoint_tensors import stored_shapes
 from rlinf.models.hf_folder import check_checkpoint, non_weight_files, read_json_object
 from rlinf.models.lerobot_folder import (
-    ACTION_FEATURE,
     CAMERA_PREFIX,
+    LEROBOT_STEPS,
     NORMALIZER_STEP,
     PREPROCESSOR,
-    STATE_FEATURE,
+    RANGE_MODES,
     FeatureNormalizer,
     FeatureStatistics,
     FlowVLAConfig,
@@ -36,6 +38,7 @@ from rlinf.models.lerobot_folder import (
     read_statistics,
     write_processors,
 )
+from rlinf.models.policy_folder import FlowPolicyFolder
 from rlinf.models.sentencepiece_model import SENTENCEPIECE_FILE, read_sentencepiece
 from rlinf.verified_io import copy_file
 
@@ -550,3 +553,58 @@ def network_names(stored: Iterable[str]) -> dict[str, str]:
         else:
             names[name] = TOKEN_EMBEDDINGS
     return names
+
+
+class PiFolder(FlowPolicyFolder):
+    """A folder of pi-0 or pi-0.5, of LeRobot or of openpi."""
+
+    applied_steps = frozenset({*LEROBOT_STEPS, NEWLINE_STEP, STATE_STEP})
+
+    def __init__(self, name: str, folder: Path, options: Any, spec: ModelSpec) -> None:
+        super().__init__(name, folder, options, spec)
+        self.settings = read_source_config(folder, options, spec, name)
+        self.has_processors = not is_openpi(folder)
+
+    @classmethod
+    def recognizes(cls, name: str, folder: Path, settings: Mapping[str, Any]) -> bool:
+        if not is_openpi(folder):
+            return settings.get("type") == name
+        # Only pi-0.5 has a network of the time alone.
+        has_time_network = any("time_mlp_in" in key.split(".") for key in stored_shapes(folder))
+        return has_time_network == (name == "pi05")
+
+    def prompt(self) -> tuple[str, str]:
+        step = prompt_step(self.settings, self.options, self.folder)["registry_name"]
+        locate_tokenizer(self.folder, self.options)
+        source = "model.state_in_prompt"
+        if self.has_processors:
+            source = f"{self.folder / f'{PREPROCESSOR}.json'}: {step}"
+        if step != STATE_STEP:
+            return "instruction and newline", source
+        if (mode := self.settings["normalization_mapping"].get("STATE")) not in RANGE_MODES:
+            raise DataError(
+                f"{self.config_file}: normalization_mapping.STATE: {mode}, but the prompt contains "
+                "the state in bins from -1 to 1; it needs QUANTILES or MIN_MAX"
+            )
+        return "instruction and state in 256 bins", source
+
+    def replaced_statistics(self) -> tuple[FeatureStatistics | None, str]:
+        path = self.options.norm_stats
+        if not self.has_processors:
+            path = openpi_statistics_file(self.folder, self.options)
+        return read_source_statistics(self.settings, self.options, self.folder), str(path)
+
+    def chunk(self) -> tuple[int, int, str]:
+        predicted, executed, source = super().chunk()
+        if not self.has_processors:
+            source = source.replace("n_action_steps", "action_horizon")
+        return predicted, executed, source
+
+    def action_size(self) -> tuple[int, str]:
+        size, source = super().action_size()
+        if self.has_processors:
+            return size, source
+        path = openpi_statistics_file(self.folder, self.options)
+        stored = len(read_openpi_statistics(path)[ACTION_FEATURE]["mean"])
+        is_padded = stored == self.settings["max_action_dim"]
+        return size if is_padded else stored, f"{path}: norm_stats.actions.mean"

@@ -48,6 +48,7 @@ from rlinf.models.lerobot_folder import (
 from rlinf.models.smolvla_folder import (
     VLM_TYPES,
     SmolVLAConfig,
+    SmolVLAFolder,
     check_smolvla_task,
     new_policy_config,
     new_vlm_config,
@@ -67,6 +68,7 @@ class SmolVLAPolicy(FlowVLAPolicy):
     """A SmolVLA policy."""
 
     Config = SmolVLAConfig
+    folder_class = SmolVLAFolder
     vlm_prefix = "model.vlm_with_expert.vlm."
     module: SmolVLANetwork
 

@@ -16,16 +16,23 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.hf_folder import check_checkpoint, read_json_object
 from rlinf.models.lerobot_folder import (
+    LEROBOT_STEPS,
+    PREPROCESSOR,
     VLM_FOLDER,
     FeatureStatistics,
     FlowVLAConfig,
     check_sections,
     check_task,
+    locate_vlm,
     new_features,
+    read_vlm_config,
     write_processors,
 )
+from rlinf.models.policy_folder import FlowPolicyFolder
 
 SMOLVLA_TYPE = "smolvla"
+NEWLINE_STEP = "smolvla_new_line_processor"
+"""LeRobot's name of the step that makes the prompt."""
 VLM_TYPES = ("smolvlm", "idefics3")
 """Types of vision-language models."""
 LEROBOT_DEFAULTS: dict[str, Any] = {
@@ -193,7 +200,34 @@ def write_smolvla_processors(
     folder: Path, settings: Mapping[str, Any], statistics: FeatureStatistics
 ) -> None:
     """Write the processors of a new policy in LeRobot's format."""
-    prompt = {"registry_name": "smolvla_new_line_processor", "config": {}}
+    prompt = {"registry_name": NEWLINE_STEP, "config": {}}
     padding, name = settings["pad_language_to"], settings["vlm_model_name"]
     tokenizer = {"padding": padding, "tokenizer_name": name}
     write_processors(folder, settings, statistics, prompt, tokenizer)
+
+
+class SmolVLAFolder(FlowPolicyFolder):
+    """A folder of SmolVLA."""
+
+    applied_steps = frozenset({*LEROBOT_STEPS, NEWLINE_STEP})
+
+    def __init__(self, name: str, folder: Path, options: Any, spec: ModelSpec) -> None:
+        super().__init__(name, folder, options, spec)
+        self.settings = read_policy_config(folder)
+        if options.chunk_size is not None:
+            self.settings["n_action_steps"] = options.chunk_size
+
+    @classmethod
+    def recognizes(cls, name: str, folder: Path, settings: Mapping[str, Any]) -> bool:
+        return settings.get("type") == SMOLVLA_TYPE
+
+    def prompt(self) -> tuple[str, str]:
+        file = self.folder / f"{PREPROCESSOR}.json"
+        located = locate_vlm(self.folder, self.settings, self.options.vlm_path)
+        read_vlm_config(*located, VLM_TYPES)
+        if NEWLINE_STEP not in (names := [name for name, _ in self.steps()]):
+            raise DataError(
+                f"{file}: steps: there is no {NEWLINE_STEP}, only {', '.join(names)}; "
+                "model.name=smolvla ends each prompt with a newline"
+            )
+        return "instruction and newline", f"{file}: {NEWLINE_STEP}"

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE
 from rlinf.errors import DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.character_tokenizer import DEFAULT_ALPHABET, write_character_tokenizer
@@ -38,8 +39,6 @@ from rlinf.models.hf_folder import (
 )
 from rlinf.models.images import PREPROCESSOR_FILE, ImageProcessor
 from rlinf.models.lerobot_folder import (
-    ACTION_FEATURE,
-    STATE_FEATURE,
     VLM_FOLDER,
     action_normalizer,
     copy_processors,
@@ -57,6 +56,7 @@ from rlinf.models.wall_oss_folder import (
     STATE_TOKEN,
     TOKEN_EMBEDDINGS,
     WallOSSConfig,
+    WallOSSFolder,
     check_wall_task,
     choose_normalizer,
     is_original,
@@ -79,6 +79,7 @@ class WallOSSPolicy(FlowVLAPolicy):
     """A WALL-OSS policy."""
 
     Config = WallOSSConfig
+    folder_class = WallOSSFolder
     trains_padding = False
     module: WallNetwork
 

@@ -17,28 +17,33 @@ from pydantic import Field, model_validator
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.character_tokenizer import TOKENIZER_FILE, read_tokenizer
-from rlinf.models.hf_folder import check_checkpoint, check_links, read_json_object
+from rlinf.models.hf_folder import check_checkpoint, check_links, read_json_object, tensor_files
 from rlinf.models.images import PREPROCESSOR_FILE
 from rlinf.models.lerobot_folder import (
-    ACTION_FEATURE,
     CAMERA_PREFIX,
-    STATE_FEATURE,
+    LEROBOT_STEPS,
     VLM_FOLDER,
     FeatureStatistics,
     FlowVLAConfig,
     check_sections,
     check_task,
     feature_size,
+    locate_vlm,
     map_cameras,
     new_features,
     write_processors,
 )
+from rlinf.models.policy_folder import FlowPolicyFolder
+from rlinf.safetensors_io import load_tensors
 
 WALL_TYPE = "wall_x"
 """The type in LeRobot's ``config.json``."""
+PROMPT_STEP = "wall_x_task_processor"
+"""LeRobot's name of the step that makes the prompt."""
 PUBLISHED = "x-square-robot/wall-oss-flow"
 """Name of the published network and tokenizer."""
 STATE_TOKEN, ACTION_TOKEN, IMAGE_TOKEN = "<|propri|>", "<|action|>", "<|image_pad|>"
@@ -437,7 +442,7 @@ def write_wall_processors(
     folder: Path, settings: Mapping[str, Any], statistics: FeatureStatistics
 ) -> None:
     """Write the processors of a new policy in LeRobot's format."""
-    prompt = {"registry_name": "wall_x_task_processor", "config": {}}
+    prompt = {"registry_name": PROMPT_STEP, "config": {}}
     write_processors(folder, settings, statistics, prompt)
 
 
@@ -480,3 +485,44 @@ def camera_text(name: str) -> str:
     """Return the name of a camera in the prompt."""
     default = name.replace("_", " ") if "view" in name else f"{name} view"
     return CAMERA_TEXTS.get(name, default)
+
+
+class WallOSSFolder(FlowPolicyFolder):
+    """An original folder of WALL-OSS, or a policy folder of LeRobot."""
+
+    applied_steps = frozenset({*LEROBOT_STEPS, PROMPT_STEP})
+
+    def __init__(self, name: str, folder: Path, options: Any, spec: ModelSpec) -> None:
+        super().__init__(name, folder, options, spec)
+        self.has_processors = not is_original(folder)
+        if self.has_processors:
+            self.settings = read_policy_config(folder)
+        else:
+            network = read_network_config(folder, "model.path")
+            self.settings = original_policy_config(network, options, spec)
+        if options.chunk_size is not None:
+            self.settings["n_action_steps"] = options.chunk_size
+
+    @classmethod
+    def recognizes(cls, name: str, folder: Path, settings: Mapping[str, Any]) -> bool:
+        return settings.get("type") == WALL_TYPE or "dof_config" in settings
+
+    def prompt(self) -> tuple[str, str]:
+        folder = self.folder
+        if self.has_processors:
+            folder, key = locate_vlm(self.folder, self.settings, self.options.vlm_path)
+            read_network_config(folder, key)
+        read_wall_tokenizer(folder)
+        cameras = ", ".join(map(camera_text, map_cameras(self.settings, self.options.camera_map)))
+        return f"system message, {cameras}, instruction and state token", str(folder)
+
+    def replaced_statistics(self) -> tuple[FeatureStatistics | None, str]:
+        if self.options.norm_stats is not None or self.has_processors:
+            return super().replaced_statistics()
+        tensors: dict[str, Tensor] = {}
+        for path in tensor_files(self.folder):
+            stored = load_tensors(path)
+            tensors |= {n: t for n, t in stored.items() if n.startswith(NORMALIZER_PREFIX)}
+        chosen = choose_normalizer(tensors, self.options, self.folder)
+        statistics = original_statistics(tensors, chosen, self.settings)
+        return statistics, f"{self.folder}: {chosen[ACTION_FEATURE][0]}"

@@ -20,12 +20,16 @@ from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import STATISTICS_FILE
 from rlinf.models.base import Policy
+from rlinf.models.gr00t import Gr00tPolicy
+from rlinf.models.gr00t_folder import Gr00tConfig
+from rlinf.models.openvla import OpenVLAOFTPolicy, OpenVLAPolicy
+from rlinf.models.openvla_folder import OpenVLAConfig, OpenVLAOFTConfig
 from rlinf.models.pi0 import Pi0Policy, Pi05Policy
 from rlinf.models.pi0_folder import PiConfig
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
-from rlinf.models.vla import VLAPolicy
-from rlinf.models.vla_folder import VLAConfig
+from rlinf.models.wall_oss import WallOSSPolicy
+from rlinf.models.wall_oss_folder import WallOSSConfig
 from tests.rlinf.models.pi0_folders import SIZES as PI_SIZES
 from tests.rlinf.models.test_pi0_folder import small_variants, to_openpi  # noqa: F401
 
@@ -39,14 +43,16 @@ SPEC: dict[str, Any] = {
 }
 TOKEN_SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 48}
 VISION = {"vision_hidden": 16, "vision_heads": 2, "patch_size": 64}
+FLOW_VISION = {"vision_hidden": 16, "vision_heads": 2, "image_size": 28, "patch_size": 7}
+PROMPT = "do {instruction}"
 POLICIES: dict[str, tuple[type[Policy], Any]] = {
     "pi0": (Pi0Policy, PiConfig(**PI_SIZES)),
     "pi05": (Pi05Policy, PiConfig(**PI_SIZES)),
-    "smolvla": (
-        SmolVLAPolicy,
-        SmolVLAConfig(**TOKEN_SIZES, vision_hidden=16, vision_heads=2, image_size=28, patch_size=7),
-    ),
-    "vla": (VLAPolicy, VLAConfig(**TOKEN_SIZES, **VISION, prompt="do {instruction}")),
+    "smolvla": (SmolVLAPolicy, SmolVLAConfig(**TOKEN_SIZES, **FLOW_VISION)),
+    "gr00t": (Gr00tPolicy, Gr00tConfig(**TOKEN_SIZES, **FLOW_VISION)),
+    "wall_oss": (WallOSSPolicy, WallOSSConfig(**TOKEN_SIZES, **FLOW_VISION)),
+    "openvla": (OpenVLAPolicy, OpenVLAConfig(**TOKEN_SIZES, **VISION, prompt=PROMPT)),
+    "openvla_oft": (OpenVLAOFTPolicy, OpenVLAOFTConfig(**TOKEN_SIZES, **VISION, prompt=PROMPT)),
 }
 
 
@@ -121,7 +127,7 @@ def test_a_folder_of_no_robot_policy_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"config\.json"):
         policy_name(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(DataError, match=r"config\.json: type None and model_type 'qwen2' are of"):
+    with pytest.raises(ConfigError, match=r"config\.json: \{'model_type': 'qwen2'\} does not"):
         policy_name(tmp_path)
 
 
@@ -142,7 +148,7 @@ def test_whether_the_prompt_has_the_state_is_never_guessed(folders: Path, tmp_pa
     to_openpi(folders / "pi05", tmp_path / "openpi")
     with pytest.raises(ConfigError, match=r"model\.state_in_prompt: .*openpi does not say"):
         checked(tmp_path / "openpi", f"model.tokenizer_path={folders / 'pi05' / 'tokenizer'}")
-    with pytest.raises(DataError, match=r"model\.tokenizer_path: .*has no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"model\.tokenizer_path: .*has neither tokenizer\.json"):
         checked(tmp_path / "openpi", "model.state_in_prompt=false")
 
 
@@ -177,7 +183,7 @@ def test_a_state_in_the_prompt_needs_a_range(copied: Callable[[str], Path]) -> N
 
 
 def test_a_prompt_without_the_instruction_is_refused(copied: Callable[[str], Path]) -> None:
-    folder = copied("vla")
+    folder = copied("openvla_oft")
     change_json(folder / "config.json", lambda c: c.update(prompt="go"))
     with pytest.raises(DataError, match=r"config\.json: prompt: 'go' has no {instruction}"):
         checked(folder)
@@ -219,7 +225,7 @@ def test_statistics_that_are_missing_are_named(copied: Callable[[str], Path]) ->
 
 
 def test_only_the_gripper_may_be_unscaled(copied: Callable[[str], Path]) -> None:
-    folder = copied("vla")
+    folder = copied("openvla_oft")
     change_bins(folder, mask=[True, False, True, True, True, True, False])
     with pytest.raises(DataError, match=r"statistics\.json: actions\.action\.mask: component 1"):
         checked(folder)
@@ -255,7 +261,7 @@ def test_a_policy_of_upright_images_is_refused(folders: Path) -> None:
 
 
 def test_a_gripper_between_0_and_1_is_refused(copied: Callable[[str], Path]) -> None:
-    folder = copied("vla")
+    folder = copied("openvla_oft")
     low, high = [-1.0] * 6 + [0.0], [1.0] * 7
     change_bins(folder, q01=low, q99=high, mask=[True] * 6 + [False])
     with pytest.raises(DataError, match=r"actions\.action: component 6: the gripper is between 0"):
@@ -278,7 +284,7 @@ def test_long_open_loops_are_refused_until_they_are_cut(copied: Callable[[str], 
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("pi05", r"output_features\.action\.shape"), ("vla", "action_dim")]
+    ("name", "key"), [("pi05", r"output_features\.action\.shape"), ("openvla_oft", "action_dim")]
 )
 def test_a_policy_of_another_robot_is_refused(tmp_path: Path, name: str, key: str) -> None:
     policy, config = POLICIES[name]

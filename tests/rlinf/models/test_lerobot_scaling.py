@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE
 from rlinf.errors import DataError
 from rlinf.models.lerobot_folder import (
-    ACTION_FEATURE,
     POSTPROCESSOR,
-    STATE_FEATURE,
     UNNORMALIZER_STEP,
     FeatureNormalizer,
     read_feature_statistics,
