@@ -152,23 +152,22 @@ def value_level(config: OpenVLAConfig) -> ValueLevel:
 
 
 def _chunk_settings(config: OpenVLAConfig) -> dict[str, int]:
-    is_oft = isinstance(config, OpenVLAOFTConfig)
-    return {
-        "num_actions_chunk": config.chunk_size if is_oft else 1,
-        "proprio_dim": config.proprio_dim if is_oft else 0,
-    }
+    if not isinstance(config, OpenVLAOFTConfig):
+        return {"num_actions_chunk": 1, "proprio_dim": 0}
+    return {"num_actions_chunk": config.chunk_size, "proprio_dim": config.proprio_dim}
 
 
 def _optional_settings(config: OpenVLAConfig) -> dict[str, Any]:
     """Return the settings that ``config.json`` has only if they differ from their defaults."""
-    is_oft = isinstance(config, OpenVLAOFTConfig)
-    values = {
-        "decoding": None if is_oft else AUTOREGRESSIVE,
-        "action_head": L1 if is_oft and config.action_head == L1 else None,
-        "use_film": is_oft and config.use_film,
+    values: dict[str, Any] = {
         "center_crop": config.center_crop,
         "gripper": config.gripper if config.gripper == "openvla" else None,
     }
+    if isinstance(config, OpenVLAOFTConfig):
+        values["action_head"] = L1 if config.action_head == L1 else None
+        values["use_film"] = config.use_film
+    else:
+        values["decoding"] = AUTOREGRESSIVE
     return {key: value for key, value in values.items() if value}
 
 
@@ -415,14 +414,14 @@ def proprio_statistics(
     size, values = settings.get("proprio_dim", 0), statistics.get("proprio")
     if not size or (values is None and not required):
         return None
-    quantiles = [(values or {}).get(name) for name in ("q01", "q99")]
-    if any(not isinstance(row, list) or len(row) != size for row in quantiles):
+    low, high = ((values or {}).get(name, []) for name in ("q01", "q99"))
+    if len(low) != size or len(high) != size:
         raise DataError(
             f"model.proprio_dim: {source}: the data set {settings['unnorm_key']} has no quantiles "
             f"q01 and q99 of {size} numbers for proprio; give those of the training data in "
             f"{STATISTICS_FILE}, or set model.proprio_dim=0"
         )
-    return quantiles[0], quantiles[1]
+    return low, high
 
 
 def check_openvla_tensors(

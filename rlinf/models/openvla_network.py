@@ -279,9 +279,9 @@ class FusedVisionBackbone(nn.Module):
         self, images: Tensor, dtype: torch.dtype, condition: Tensor | None = None
     ) -> Tensor:
         """Return features ``[n, patches, width]`` of images uint8 ``[n, H, W, 3]``."""
-        first, second = self.normalize(images).to(dtype).split(3, 1)
-        features = [self.featurizer(first, condition), self.fused_featurizer(second, condition)]
-        return torch.cat(features, -1)
+        pixels = self.normalize(images).to(dtype)
+        first = self.featurizer(pixels[:, :3], condition)
+        return torch.cat([first, self.fused_featurizer(pixels[:, 3:], condition)], -1)
 
 
 class FusedProjector(nn.Module):
@@ -336,7 +336,7 @@ class L1ActionHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return normalized actions ``[n, C, D]`` of hidden states ``[n, C * D, width]``."""
-        joined = hidden.unflatten(1, (-1, self._action_dim)).flatten(2)
+        joined = hidden.reshape(len(hidden), -1, self._action_dim * hidden.shape[-1])
         actions: Tensor = self.model(joined)
         return actions
 
@@ -449,8 +449,7 @@ class OpenVLANetwork(nn.Module):
         predictors = hidden[:, start : start + self._num_components]
         if self.action_head is not None:
             return self.action_head(predictors).float(), self._value(predictors)
-        logits = self._logits(predictors).unflatten(1, self.action_shape)
-        return logits, self._value(predictors)
+        return self._by_component(self._logits(predictors)), self._value(predictors)
 
     def decode(
         self,
@@ -483,9 +482,8 @@ class OpenVLANetwork(nn.Module):
             inputs = self.language_model.model.embed_tokens(tokens)
             valid = F.pad(valid, (0, 1), value=True)
         assert values is not None
-        shape = self.action_shape
-        rows = torch.stack(indices, 1).unflatten(1, shape)
-        return rows, torch.stack(logits, 1).unflatten(1, shape), values
+        rows = self._by_component(torch.stack(indices, 1))
+        return rows, self._by_component(torch.stack(logits, 1)), values
 
     def _prefix(
         self,
@@ -557,6 +555,10 @@ class OpenVLANetwork(nn.Module):
         begin = self.first_action_token_id
         head = self.language_model.lm_head.weight[begin : begin + self.n_action_bins]
         return F.linear(predictors, head).float()
+
+    def _by_component(self, column: Tensor) -> Tensor:
+        """Return a column ``[n, C * D, ...]`` as ``[n, C, D, ...]``."""
+        return column.reshape(len(column), *self.action_shape, *column.shape[2:])
 
     def _value(self, predictors: Tensor) -> Tensor:
         values: Tensor = self.value_head(predictors[:, 0]).float()

@@ -49,14 +49,20 @@ SMALL = [
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("fused", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
-    compose: Compose, fused: str
+@pytest.mark.parametrize(
+    ("policy", "fused", "chunk"),
+    [
+        ("openvla_oft", "false", 8),
+        ("openvla", "false", 1),
+        pytest.param("openvla_oft", "true", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_it_learns_from_the_expert_and_then_from_rewards(
+    compose: Compose, policy: str, fused: str, chunk: int
 ) -> None:
     need_environment("metaworld")
-    values = compose(
-        *SMALL, f"model.use_fused_vision_backbone={fused}", experiment="metaworld_openvla_oft"
-    )
+    words = [*SMALL, f"model.use_fused_vision_backbone={fused}"]
+    values = compose(*words, experiment=f"metaworld_{policy}")
     run_experiment(values)
     run = Path(values["run"]["root"]) / "openvla"
     curve = output(run, "sft")[0].extra["curve"]
@@ -69,8 +75,8 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
         assert len(records) == 4
         for record in records:
             steps = record.steps
-            assert steps["actions"].shape == steps["tokens"].shape == (3, 8, 4)
-            assert steps["executed"].tolist() == [8, 8, 8]
+            assert steps["actions"].shape == steps["tokens"].shape == (3, chunk, 4)
+            assert steps["executed"].tolist() == [chunk] * 3
             assert steps["images.corner"].shape == (3, 24, 24, 3)
             assert {decode_instruction(row) for row in steps[INSTRUCTION_COLUMN]} == {
                 "drawer close"
@@ -84,7 +90,20 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved, "two updates changed nothing"
     parts = {name.partition(".")[0] for name in moved}
-    assert parts >= {"vision_backbone", "projector", "language_model", "proprio_projector"}
+    assert parts >= {"vision_backbone", "projector", "language_model"}
+    assert ("proprio_projector" in parts) == (policy == "openvla_oft")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_regression_head_imitates_and_is_evaluated(compose: Compose) -> None:
+    need_environment("metaworld")
+    words = [*SMALL, "iterations=0", "model.action_head=l1", "model.use_film=true"]
+    values = compose(*words, experiment="metaworld_openvla_oft")
+    run_experiment(values)
+    run = Path(values["run"]["root"]) / "openvla"
+    losses = [row["loss"] for row in output(run, "sft")[0].extra["curve"]]
+    assert losses[-1] < losses[0]
+    assert "score" in output(run, "evaluate", "0000")[0].metrics
 
 
 @pytest.mark.parametrize(
