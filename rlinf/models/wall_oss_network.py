@@ -150,7 +150,7 @@ class WallModel(nn.Module):
                 **{name: settings[name] for name in (*names, "vocab_size", "rms_norm_eps")},
                 intermediate_size=1,
                 rope_parameters={"rope_type": "default", "rope_theta": settings["rope_theta"]},
-                pad_token_id=None,
+                **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
             )
         )
         layers = [WallLayer(layer, settings) for layer in text.layers]
