@@ -284,10 +284,12 @@ def _create_network(
         folder = folder / VLM_FOLDER
         network = read_network_config(folder, "model.path")
     tokenizer = read_wall_tokenizer(folder)
+    state_token_id = tokenizer.token_to_id(STATE_TOKEN)
+    assert state_token_id is not None, "it was checked"
     module = WallNetwork(
         network,
         ImageProcessor.from_folder(folder, network),
-        state_token_id=tokenizer.token_to_id(STATE_TOKEN),
+        state_token_id=state_token_id,
         action_dim=feature_size(settings, ACTION_FEATURE),
         state_dim=feature_size(settings, STATE_FEATURE),
         num_values=int(settings["n_action_steps"]) if config.value_level == "action" else None,

@@ -144,13 +144,14 @@ class WallModel(nn.Module):
             # The frequencies are constants, which a network on the meta device would lack.
             self.visual.rotary_pos_emb = type(self.visual.rotary_pos_emb)(vision)
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        config_class: Any = Qwen2_5_VLTextConfig
         # The layers' own MLPs are discarded.
         text: Any = Qwen2_5_VLTextModel(
-            Qwen2_5_VLTextConfig(
+            config_class(
                 **{name: settings[name] for name in (*names, "vocab_size", "rms_norm_eps")},
                 intermediate_size=1,
                 rope_parameters={"rope_type": "default", "rope_theta": settings["rope_theta"]},
-                pad_token_id=None,
+                **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
             )
         )
         layers = [WallLayer(layer, settings) for layer in text.layers]
@@ -213,7 +214,8 @@ class WallNetwork(FlowVLANetwork):
     def encode_prefix(
         self, prompt: Tensor, prompt_mask: Tensor, state: Tensor, *images: Tensor
     ) -> PrefixCache:
-        parts, image_token, state_token = self.model.model, *self._tokens
+        parts: Any = self.model.model
+        image_token, state_token = self._tokens
         projected = self.model.action_preprocessor.embed_state(state, self._mask(state, 1))
         embeddings = parts["embed_tokens"](prompt).to(projected.dtype)
         is_state = (prompt == state_token)[..., None]
@@ -236,7 +238,7 @@ class WallNetwork(FlowVLANetwork):
         positions.append(text_positions(position, length))
         shift = position + length - states.shape[1]
         axes, layers = torch.cat(positions).to(states.device)[None], []
-        for layer in parts["layers"]:  # type: ignore[union-attr]
+        for layer in parts["layers"]:
             # Padding is on the right, so no valid position attends to it.
             states, keys, values = layer(states, axes, None)
             layers.append((keys, values))
@@ -248,14 +250,15 @@ class WallNetwork(FlowVLANetwork):
         self, prefix: PrefixCache, points: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         count, num_fractions, length = points.shape[:3]
-        parts, actions = self.model.model, self.model.action_preprocessor
+        parts: Any = self.model.model
+        actions = self.model.action_preprocessor
         time = 1 - tau.expand(count, num_fractions)
         hidden = actions.embed_actions(points, self._mask(points, 0), time).flatten(1, 2)
         index = torch.arange(num_fractions * length, device=points.device)
         mask = suffix_mask(prefix, index[:, None] // length == index // length)
         positions = prefix.mask.sum(1, keepdim=True) + prefix.shift + index % length
         axes = positions[..., None].expand(-1, -1, AXES)
-        for layer, key_values in zip(parts["layers"], prefix.layers, strict=True):  # type: ignore[arg-type]
+        for layer, key_values in zip(parts["layers"], prefix.layers, strict=True):
             hidden = layer(hidden, axes, mask, key_values)[0]
         hidden = parts["norm"](hidden).reshape(count, num_fractions, length, -1)
         noise = None if self.noise_head is None else self.noise_head(hidden).float()
@@ -276,7 +279,8 @@ class WallNetwork(FlowVLANetwork):
         dtype = tower.patch_embed.proj.weight.dtype
         features: Tensor = tower(patches.to(dtype), grid_thw=grid).pooler_output
         merge = self._processor.merge_size
-        return features.unflatten(0, (len(images), -1)), rows // merge, columns // merge
+        features = features.reshape(len(images), -1, features.shape[-1])
+        return features, rows // merge, columns // merge
 
 
 def to_patches(
