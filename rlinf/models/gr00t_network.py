@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,17 @@ EAGLE, QWEN3_VL = "eagle_2_5_vl", "qwen3_vl"
 """Types of vision-language models, of N1.5 and N1.7."""
 
 
+@dataclass(frozen=True)
+class Gr00tPrefix(PrefixCache):
+    """The prefix. Its ``layers`` are keys and values of the blocks of the diffusion transformer
+    that attend to it; without them, the blocks compute them."""
+
+    features: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Features of the vision-language model after their self-attention, ``[n, P, width]``."""
+    block_masks: list[Tensor] = field(default_factory=list)
+    """Positions to which each of these blocks attends, bool ``[n, 1, 1, P]``."""
+
+
 class EmbodimentLinear(nn.Module):
     """A linear layer with weights ``W`` ``[embodiments, in, out]`` and biases ``b``."""
 
@@ -42,7 +53,7 @@ class EmbodimentLinear(nn.Module):
         super().__init__()
         self.W = nn.Parameter(torch.empty(embodiments, inputs, outputs))
         self.b = nn.Parameter(torch.empty(embodiments, outputs))
-        nn.init.normal_(self.W, std=0.02)
+        nn.init.normal_(self.W, std=inputs**-0.5)
         nn.init.zeros_(self.b)
 
     def forward(self, states: Tensor, embodiment: int) -> Tensor:
@@ -154,7 +165,7 @@ class DiTBlock(nn.Module):
         self,
         hidden: Tensor,
         condition: Tensor | None = None,
-        key_values: KeyValues | None = None,
+        source: Tensor | KeyValues | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """Return the next hidden states ``[n * K, S, width]``.
@@ -162,12 +173,13 @@ class DiTBlock(nn.Module):
         Args:
             hidden: ``[n * K, S, width]``.
             condition: The condition of adaptive norms, ``[n * K, width]``.
-            key_values: Keys and values of another sequence; None: of the hidden states.
+            source: Another sequence to attend to, ``[n, L, source_width]``, or its keys and values;
+                None: the hidden states.
             mask: Visible positions, bool ``[n, 1, 1, L]``.
         """
         inputs = self.norm1(hidden) if condition is None else self.norm1(hidden, condition)
-        if key_values is None:
-            key_values = self.attn1.key_values(inputs)
+        source = inputs if source is None else source
+        key_values = self.attn1.key_values(source) if isinstance(source, Tensor) else source
         hidden = hidden + self.attn1(inputs, key_values, mask)
         layers: Any = self.ff["net"]
         inner = F.gelu(layers["0"]["proj"](self.norm3(hidden)), approximate="tanh")
@@ -199,13 +211,13 @@ class DiffusionTransformer(nn.Module):
         blocks: Any = self.transformer_blocks
         return [blocks[index].attn1.key_values(features) for index in self.cross_blocks]
 
-    def forward(
-        self, hidden: Tensor, time: Tensor, key_values: list[KeyValues], masks: list[Tensor]
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, time: Tensor, prefix: Gr00tPrefix) -> Tensor:
         """Return ``[n * K, S, output_dim]`` for hidden states ``[n * K, S, width]`` at times
-        ``[n * K]``; ``masks`` ``[n, 1, 1, P]`` are those of the blocks with ``key_values``."""
+        ``[n * K]``."""
         condition = self.timestep_encoder(time)
-        prefixes = dict(zip(self.cross_blocks, zip(key_values, masks, strict=True), strict=True))
+        sources = prefix.layers or [prefix.features] * len(self.cross_blocks)
+        pairs = zip(sources, prefix.block_masks, strict=True)
+        prefixes = dict(zip(self.cross_blocks, pairs, strict=True))
         for index, block in enumerate(self.transformer_blocks):
             hidden = block(hidden, condition, *prefixes.get(index, ()))
         shift, scale = self.proj_out_1(F.silu(condition))[:, None].chunk(2, -1)
@@ -424,14 +436,6 @@ class Gr00tModel(nn.Module):
         self.action_head = ActionHead(sizes)
 
 
-@dataclass(frozen=True)
-class Gr00tPrefix(PrefixCache):
-    """The prefix, with the keys and values of the blocks of the action head that attend to it."""
-
-    block_masks: list[Tensor] = field(default_factory=list)
-    """Positions to which each of these blocks attends, bool ``[n, 1, 1, P]``."""
-
-
 class Gr00tNetwork(FlowVLANetwork):
     """The network of GR00T N1.5 and N1.7."""
 
@@ -470,30 +474,44 @@ class Gr00tNetwork(FlowVLANetwork):
         self._num_buckets = int(sizes["num_timestep_buckets"])
         self._text_period = int(sizes["attend_text_every_n_blocks"])
 
+    def forward(
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        state: Tensor,
+        points: Tensor,
+        tau: Tensor,
+        *images: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        # Each block is called once, and computes its keys itself: its weights may be sharded.
+        prefix = self._encode(prompt, prompt_mask, state, *images)
+        return *self.velocity(prefix, points, tau), self.value(prefix)
+
     def encode_prefix(
         self, prompt: Tensor, prompt_mask: Tensor, state: Tensor, *images: Tensor
     ) -> Gr00tPrefix:
+        prefix = self._encode(prompt, prompt_mask, state, *images)
+        layers = self.model.action_head.model.prefix_key_values(prefix.features)
+        return replace(prefix, layers=layers)
+
+    def _encode(
+        self, prompt: Tensor, prompt_mask: Tensor, state: Tensor, *images: Tensor
+    ) -> Gr00tPrefix:
+        """Return the prefix without keys and values."""
         side = self.model.image_size
         pixels = [prepare_pixels(image, side, self._crop_fraction) for image in images]
         is_image = prompt == self._image_token_id
         features = self.model.backbone(prompt, is_image, torch.stack(pixels, 1).flatten(0, 1))
-        return self.encode_features(features, prompt_mask, is_image, state)
-
-    def encode_features(
-        self, features: Tensor, mask: Tensor, is_image: Tensor, state: Tensor
-    ) -> Gr00tPrefix:
-        """Return the prefix of the features ``[n, P, width]`` of a vision-language model."""
         head = self.model.action_head
-        features = head.refine_features(features, mask)
-        key_values = head.model.prefix_key_values(features)
-        masks = [mask[:, None, None]] * len(key_values)
+        features = head.refine_features(features, prompt_mask)
+        masks = [prompt_mask[:, None, None]] * len(head.model.cross_blocks)
         if self._text_period:
-            parts = mask & ~is_image, mask & is_image
+            parts = prompt_mask & ~is_image, prompt_mask & is_image
             periods = (index % self._text_period > 0 for index in range(len(masks)))
             masks = [parts[is_image_block][:, None, None] for is_image_block in periods]
-        weights = mask[..., None].to(features.dtype)
+        weights = prompt_mask[..., None].to(features.dtype)
         summary = (features * weights).sum(1) / weights.sum(1)
-        return Gr00tPrefix(key_values, mask, summary, state, masks)
+        return Gr00tPrefix([], prompt_mask, summary, state, features, masks)
 
     def velocity(
         self, prefix: PrefixCache, points: Tensor, tau: Tensor
@@ -514,7 +532,7 @@ class Gr00tNetwork(FlowVLANetwork):
         if head.future_tokens is not None:
             parts.insert(1, head.future_tokens.weight.expand(count, num_fractions, -1, -1))
         hidden = torch.cat(parts, 2).flatten(0, 1)
-        hidden = head.model(hidden, time.flatten(), prefix.layers, prefix.block_masks)
+        hidden = head.model(hidden, time.flatten(), prefix)
         hidden = hidden[:, -length:].unflatten(0, (count, num_fractions))
         noise = None if self.noise_head is None else self.noise_head(hidden).float()
         return -head.action_decoder(hidden, embodiment).float(), noise

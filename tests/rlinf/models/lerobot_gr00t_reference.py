@@ -30,7 +30,8 @@ def loaded(folder: Path) -> tuple[Any, Any, bool]:
     stored = json.loads((folder / "config.json").read_text())
     is_n15 = "action_head_cfg" in stored
     settings = stored.get("action_head_cfg", stored)
-    settings.setdefault("action_dim", settings["max_action_dim"])
+    if not is_n15:
+        settings["action_dim"] = settings["max_action_dim"]
     sys.meta_path.append(Finder())  # type: ignore[arg-type]
     # The build of transformers has another name, which LeRobot does not find.
     imports: Any = importlib.import_module("lerobot.utils.import_utils")

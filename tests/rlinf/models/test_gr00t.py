@@ -229,7 +229,7 @@ def test_pictures_are_cropped_in_the_middle_and_resized() -> None:
     found = prepare_pixels(images, 4, 0.5)
     assert found.shape == (1, 3, 4, 4)
     torch.testing.assert_close(found, torch.ones_like(found))
-    assert prepare_pixels(images, 4, 1.0).min() == -1
+    assert prepare_pixels(images, 4, 1.0).min() < -0.9
 
 
 @pytest.mark.parametrize("version", VERSIONS)

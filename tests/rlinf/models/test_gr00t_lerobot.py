@@ -16,7 +16,9 @@ from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.envs.observations import encode_instruction
+from rlinf.models.character_tokenizer import read_tokenizer
 from rlinf.models.denoising import CHAIN_COLUMN
+from rlinf.models.gr00t_folder import IMAGE_TOKENS
 from rlinf.models.gr00t_network import prepare_pixels
 from tests.environments import need_environment
 from tests.rlinf.models.gr00t_folders import SPEC, VERSIONS, start, write_folder
@@ -26,7 +28,7 @@ TEXTS = ("reach", "Push the block to the left and then, carefully, back again", 
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_velocity_sampler_and_likelihood_are_lerobots(tmp_path: Path, version: str) -> None:
+def test_velocity_sampler_and_likelihood_are_lerobots(tmp_path: Path, version: Any) -> None:
     """Prompts have different lengths; there, each row is computed alone. Dropout is 0.2 there, and
     adaptive norms have random weights."""
     python = need_environment("lerobot_pi")
@@ -45,6 +47,7 @@ def test_velocity_sampler_and_likelihood_are_lerobots(tmp_path: Path, version: s
     noise, points = random.normal(size=(2, count, 6, 5)).astype(np.float32)
     tau = random.uniform(0.1, 1, count).astype(np.float32)
     columns = {name: torch.tensor(column) for name, column in seen.items()}
+    image_token = read_tokenizer(tmp_path / "policy" / "vlm").token_to_id(IMAGE_TOKENS[version])
     module = policy.module
     with torch.no_grad():
         state = policy.scale_state(columns["observation"])
@@ -53,7 +56,7 @@ def test_velocity_sampler_and_likelihood_are_lerobots(tmp_path: Path, version: s
         )
         images = [columns[f"images.{camera}"] for camera in SPEC["images"]]
         pixels = torch.stack([prepare_pixels(i, 32, 1.0) for i in images], 1).flatten(0, 1)
-        is_image = prompt == prompt[0].mode().values
+        is_image = prompt == image_token
         features = module.model.backbone(prompt, is_image, pixels)
         prefix = module.encode_prefix(prompt, mask, state, *images)
         at = torch.tensor(points)[:, None]
