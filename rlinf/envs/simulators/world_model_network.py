@@ -35,7 +35,7 @@ WINDOW = 64
 FRAMES_PER_WINDOW = 8
 """Number of decoded frames per training sample; decoding all of them would take most of the
 time."""
-BATCH_SIZE, LEARNING_RATE, CLIP_GRAD = 16, 5e-4, 10.0
+BATCH_SIZE, LEARNING_RATE, CLIP_GRAD = 8, 1e-3, 10.0
 METADATA_KEY = "world_model"
 TRAIN_STARTS, TEST_STARTS = "starts.train", "starts.test"
 
@@ -78,6 +78,9 @@ class WorldModel(nn.Module):
     action_low: Tensor
     action_high: Tensor
     mean_frame: Tensor
+    frame_std: Tensor
+    """Standard deviation of all pixels around ``mean_frame``, ``[]``; networks see frames in units
+    of it, because most pixels hardly change."""
 
     def __init__(self, spec: WorldModelSpec, action_size: int) -> None:
         """
@@ -93,6 +96,7 @@ class WorldModel(nn.Module):
         self.register_buffer("action_low", torch.full((action_size,), -1.0))
         self.register_buffer("action_high", torch.ones(action_size))
         self.register_buffer("mean_frame", torch.zeros(3, spec.height, spec.width))
+        self.register_buffer("frame_std", torch.ones(()))
         grid = (CHANNELS[-1], spec.height // SIZE_FACTOR, spec.width // SIZE_FACTOR)
         features = int(np.prod(grid))
         self.encoder = nn.Sequential(*_convolutions(CHANNELS), nn.Linear(features, HIDDEN))
@@ -109,7 +113,7 @@ class WorldModel(nn.Module):
 
     def begin(self, frames: Tensor) -> Tensor:
         """Return the hidden state of episodes that begin with these frames."""
-        return torch.tanh(self.encoder(frames - self.mean_frame))
+        return torch.tanh(self.encoder(self._standardize(frames)))
 
     def advance(self, hidden: Tensor, actions: Tensor) -> Tensor:
         """Return the hidden state after actions ``[n, A]`` in the simulator's units."""
@@ -118,11 +122,14 @@ class WorldModel(nn.Module):
 
     def decode(self, hidden: Tensor) -> Tensor:
         """Return frames; values may be slightly outside 0 to 1."""
-        return self.mean_frame + self.decoder(hidden)
+        return self.mean_frame + self.frame_std * self.decoder(hidden)
 
     def success_logits(self, frames: Tensor) -> Tensor:
         """Return the logits ``[n]`` of the probability that frames show the solved task."""
-        return self.classifier(frames - self.mean_frame)[:, 0]
+        return self.classifier(self._standardize(frames))[:, 0]
+
+    def _standardize(self, frames: Tensor) -> Tensor:
+        return (frames - self.mean_frame) / self.frame_std
 
 
 def _convolutions(channels: Sequence[int]) -> list[nn.Module]:
@@ -204,36 +211,31 @@ def fit_world_model(
         torch.manual_seed(seed)
         model = WorldModel(spec, len(bounds[0]))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    mean, variance = _pixel_statistics(episodes)
-    model.mean_frame.copy_(mean)
-    model.action_low.copy_(torch.from_numpy(bounds[0]))
-    model.action_high.copy_(torch.from_numpy(bounds[1]))
+    model.mean_frame, model.frame_std = _pixel_statistics(episodes)
+    model.action_low, model.action_high = (torch.from_numpy(bound).float() for bound in bounds)
     model.to(device)
-    # Pixels that change matter most. The weighted error of the mean frame is about 1.
-    scale = variance.mean().clamp(min=1e-8)
-    weight = ((variance / scale + 0.1) / scale).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(1, steps + 1):
-        losses = _losses(model, weight, *_draw_windows(episodes, random, device))
+        losses = _losses(model, *_draw_windows(episodes, random, device))
         optimizer.zero_grad()
         torch.stack(list(losses.values())).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
         schedule.step()
-        report(step, {name: float(loss) for name, loss in losses.items()})
+        report(step, {name: float(loss.detach()) for name, loss in losses.items()})
     return model.cpu().eval()
 
 
 def _pixel_statistics(episodes: Sequence[RecordedEpisode]) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of each pixel, float32 ``[3, H, W]``."""
+    """Return the mean of each pixel ``[3, H, W]``, and the standard deviation of all ``[]``."""
     count = sum(len(episode.frames) for episode in episodes)
     total: Any = sum(episode.frames.sum(0, np.float64) for episode in episodes)
     squares: Any = sum(np.square(e.frames, dtype=np.float64).sum(0) for e in episodes)
-    mean = total / count / 255
-    variance = np.maximum(squares / count / 255**2 - mean**2, 0)
-    first, second = (torch.from_numpy(a).permute(2, 0, 1).float() for a in (mean, variance))
-    return first, second
+    mean = total / count
+    variance = (squares / count - mean**2).mean()
+    std = torch.tensor(max(variance, 1.0)).sqrt()
+    return torch.from_numpy(mean).permute(2, 0, 1).float() / 255, std.float() / 255
 
 
 def _draw_windows(
@@ -269,15 +271,14 @@ def _draw_windows(
 
 def _losses(
     model: WorldModel,
-    weight: Tensor,
     first_frames: Tensor,
     actions: Tensor,
     times: Tensor,
     frames: Tensor,
     labels: Tensor,
 ) -> dict[str, Tensor]:
-    """Return the weighted squared error of predicted frames, and the cross-entropy of success on
-    real and on predicted frames."""
+    """Return the squared error of predicted frames (1: that of the mean frame), and the
+    cross-entropy of success on real and on predicted frames."""
     states = [model.begin(first_frames)]
     for action in actions[: int(times.max())]:
         states.append(model.advance(states[-1], action))
@@ -287,7 +288,7 @@ def _losses(
     # The gradient of the classifier must not change the frames.
     logits = model.success_logits(torch.cat([frames, predicted.detach().clamp(0, 1)]))
     return {
-        "frames": (weight * (predicted - frames).square()).mean(),
+        "frames": F.mse_loss(predicted, frames) / model.frame_std.square(),
         "success": F.binary_cross_entropy_with_logits(logits, labels.repeat(2)),
     }
 

@@ -24,7 +24,7 @@ from tests.rlinf.envs.moving_square import frame
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 TASK = [
-    *("task.id=square", "task.images={front: [40, 40]}", "~task.images.corner"),
+    *("task.id=square", "task.images={corner: [40, 40]}"),
     *("task.observation=2", "task.action.size=1"),
 ]
 SMALL = [
@@ -67,10 +67,10 @@ def test_a_policy_is_trained_inside_a_model_of_recorded_episodes(
     weak, first = RunResults.open(recorded).weights(1), inside.weights(0)
     assert all((weak[name] == first[name]).all() for name in weak), "it begins with model.path"
     # The samples of a group begin with the same recorded frame.
-    frames = {t.group: t.images["front"][0].tobytes() for t in inside.trajectories()}
-    starts = {t.images["front"][0].tobytes() for t in RunResults.open(recorded).trajectories()}
+    frames = {t.group: t.images["corner"][0].tobytes() for t in inside.trajectories()}
+    starts = {t.images["corner"][0].tobytes() for t in RunResults.open(recorded).trajectories()}
     assert set(frames.values()) <= starts
-    assert all(t.images["front"][0].tobytes() == frames[t.group] for t in inside.trajectories())
+    assert all(t.images["corner"][0].tobytes() == frames[t.group] for t in inside.trajectories())
     # The policy is measured where it was not trained.
     checked = CliRunner().invoke(app, ["world-model", str(recorded), str(file), "--check"])
     assert checked.exit_code == 0, checked.output

@@ -36,7 +36,7 @@ def is_solved(position: float, side: int = SIDE) -> bool:
 
 
 class MovingSquare:
-    cameras = ("front",)
+    cameras = ("corner",)
     action_space = box(-np.ones(1, np.float32), np.ones(1, np.float32))
     observation_space = box(np.zeros(2, np.float32), np.ones(2, np.float32))
 

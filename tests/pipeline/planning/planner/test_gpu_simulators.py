@@ -29,11 +29,9 @@ def test_the_plan_of_gpu_simulators_is_assessed_and_simulated(experiment: str) -
     check_layouts(config, plan)
     request = ask(config, "a100", "h100", execution="pools")
     assessed = assess_plan(request, plan, str(PLAN))
+    forecast = assessed.forecast
     pools = [tuple(pool.stages) for pool in assessed.plan.pools]
     assert pools == [("sft", "rollout", "evaluate"), ("reward", "inference", "train")]
-    forecast = assessed.forecast
-    # Training begins before the rollout has ended.
-    assert forecast.stages["train"].start_s < forecast.stages["rollout"].seconds
     assert propose_plan(request).forecast.iteration_s <= forecast.iteration_s
     problem, _ = build_problem(request)
     occasional = flow_of(config).all_stages.keys() - flow_of(config).stages

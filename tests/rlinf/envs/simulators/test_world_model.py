@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.commands.experiment import compose
+from pipeline.commands.experiment import compose_words
 from rlinf.config import RunConfig, validate
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.simulators.world_model import REWARD_SCALE, make
@@ -23,8 +23,8 @@ from rlinf.envs.simulators.world_model_network import (
     measure_world_model,
     save_world_model,
 )
-from rlinf.envs.subprocess_env import SubprocessVectorEnv
-from rlinf.errors import ConfigError, SimulatorError
+from rlinf.envs.subprocess_env import SimulatorError, SubprocessVectorEnv
+from rlinf.errors import ConfigError
 from stages.identity import CodeSnapshot
 from tests.rlinf.envs import moving_square
 
@@ -156,7 +156,7 @@ def test_the_content_of_its_file_is_part_of_the_identity_of_a_run(
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(file.read_bytes())
     words = ["experiment=metaworld_world_model", f"task.kwargs.model={copy}", "model.path=weak"]
-    config = validate(RunConfig, compose(words))
+    config = validate(RunConfig, compose_words(words))
     before = CodeSnapshot.current(config, "rollout")
     copy.write_bytes(file.read_bytes() + b"\0")
     after = CodeSnapshot.current(config, "rollout")
