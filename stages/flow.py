@@ -371,6 +371,14 @@ def carries_over_episodes(config: RunConfig) -> bool:
     return (config.task.model_extra or {}).get("carry_over_episodes") is True
 
 
+def with_co_training(flow: Flow) -> Flow:
+    """Return a flow whose update also learns from demonstrations (``algorithm.sft_loss_coef``)."""
+    stage = flow.stages[flow.train_stage]
+    sections = dict.fromkeys((*stage.config_sections, "task", "sft"))
+    co_training = replace(stage, config_sections=tuple(sections))
+    return replace(flow, stages={**flow.stages, flow.train_stage: co_training})
+
+
 def get_flow(name: str) -> Flow:
     """Return a flow by its registered name or by ``module:variable``.
 
@@ -389,9 +397,10 @@ def flow_of(config: RunConfig) -> Flow:
     """
     resamples = config.rollout.max_resamples is not None
     carries_over = carries_over_episodes(config)
-    if not (resamples or carries_over):
+    co_trains = bool((config.algorithm.model_extra or {}).get("sft_loss_coef"))
+    if not (resamples or carries_over or co_trains):
         return get_flow(config.flow)
-    return _build_flow(config.flow, resamples, carries_over)
+    return _build_flow(config.flow, resamples, carries_over, co_trains)
 
 
 def check_flow(flow: Flow, key: str) -> None:
@@ -459,8 +468,10 @@ def check_rollouts(config: RunConfig) -> None:
 
 
 @lru_cache
-def _build_flow(name: str, resamples: bool, carries_over: bool) -> Flow:
+def _build_flow(name: str, resamples: bool, carries_over: bool, co_trains: bool) -> Flow:
     flow = get_flow(name)
     if resamples:
         flow = with_resampling(flow)
+    if co_trains:
+        flow = with_co_training(flow)
     return with_carried_episodes(flow) if carries_over else flow

@@ -13,20 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from rlinf.algorithms.losses import sft_loss, token_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.batch import gather_steps, pad_right
-from rlinf.data.load_balancing import StepSpan
-from rlinf.data.trajectory import Trajectory, loss_mask
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, StageError
-from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed
-from rlinf.trainers.base import Loss, Trainer, loss_from_steps
+from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.dialogue_failures import mean_eval_score
 from stages.evaluate import eval_policy_runner, run_eval_episodes
@@ -104,7 +100,7 @@ def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list
 
     Returns the learning curve.
 
-    The loss is the mean of ``-log p`` over the unmasked tokens of a batch, in nats.
+    The loss is :func:`rlinf.algorithms.losses.sft_loss`.
 
     Raises:
         ConfigError: the task has no demonstrations, or no held-out demonstrations.
@@ -136,19 +132,9 @@ def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list
         demonstrations = environment.demonstrations(ctx.config.seed, step, settings.batch_size)
         prepare = trainer.policy.prepare_demonstration
         examples = [prepare(d, ctx.config.seed) for d in demonstrations]
-        length = max(map(len, examples))
-        token_mask = pad_right([token_weights(example) for example in examples], length)
-        weights = token_mask / token_mask.sum().clamp(min=1)
-
-        def loss(outputs: StepOutputs, spans: list[StepSpan], weights: Tensor = weights) -> Loss:
-            step_weights = gather_steps(weights, spans, outputs.logprobs.shape[1]).to(
-                outputs.logprobs.device
-            )
-            return -(step_weights * outputs.logprobs).sum(), {}
-
         learning_rate = schedule.learning_rate(step, settings.max_steps)
         # After an overflow of float16 the step is repeated with a smaller loss scale.
-        while (metrics := trainer.step(examples, loss_from_steps(loss), lr=learning_rate)).get(
+        while (metrics := trainer.step(examples, sft_loss(examples), lr=learning_rate)).get(
             "skipped_steps"
         ):
             pass
@@ -185,15 +171,6 @@ def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) ->
             )
         ]
     )
-
-
-def token_weights(trajectory: Trajectory) -> np.ndarray:
-    """Return the loss mask, float32 ``[T]``, or ``[T, ...]`` if a step has several parts."""
-    weights = loss_mask(trajectory).astype(np.float32)
-    if trajectory.choice_mask is not None:
-        choices = np.asarray(trajectory.choice_mask, np.float32)
-        weights = weights.reshape(-1, *[1] * (choices.ndim - 1)) * choices
-    return weights
 
 
 def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) -> None:

@@ -22,10 +22,12 @@ from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.factory import (
     CHECKPOINT,
+    WEIGHTS,
     commit_trainer_state,
     create_algorithm,
     default_dtype_of,
     ensure_on_device,
+    get_environment,
     get_reward,
     get_trainer,
     mark_trainer_dirty,
@@ -153,6 +155,13 @@ class StageLearner(Learner):
             return open_replay_buffer(
                 self._ctx, self.policy.transition_dtype, INTERVENTIONS_FOLDER
             ).view(self.iteration)
+
+    def demonstrations(self, step: int, count: int) -> list[Trajectory]:
+        """Return demonstrations of the task; their order continues where the SFT stage ended."""
+        ctx, config = self._ctx, self._ctx.config
+        environment = get_environment(ctx, lambda: ctx.verified_folder("initial") / WEIGHTS)
+        found = environment.demonstrations(config.seed, config.sft.max_steps + step, count)
+        return [self.policy.prepare_demonstration(each, config.seed) for each in found]
 
     def mark_dirty(self) -> None:
         super().mark_dirty()

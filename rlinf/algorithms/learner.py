@@ -184,6 +184,16 @@ class Learner:
         """Return the transitions in which a person intervened; none if the flow stores none."""
         return InMemoryTransitions(np.zeros(0, transition_dtype(0, 0)))
 
+    def demonstrations(self, step: int, count: int) -> list[Trajectory]:
+        """Return ``count`` demonstrations, prepared for the policy; none if there are none.
+
+        Seed and step determine them, so a resumed run continues with the same demonstrations.
+
+        Args:
+            step: number of batches of demonstrations in this run before this batch.
+        """
+        return []
+
     def mark_dirty(self) -> None:
         """Announce that weights or buffers will change; :meth:`update` does this by itself."""
         self._move_to_device()

@@ -1,13 +1,21 @@
-"""Losses: the clipped surrogate, value and KL terms per step, aggregation over steps, and losses of
-action values."""
+"""Losses: the clipped surrogate, value and KL terms per step, aggregation over steps, losses of
+action values, and the loss of demonstrations."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from rlinf.data.batch import gather_steps, pad_right
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.trajectory import Trajectory, loss_mask
+from rlinf.models.base import StepOutputs
+from rlinf.trainers.base import Loss, LossFunction, loss_from_steps
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of Schulman's note "Approximating KL divergence"
@@ -227,3 +235,34 @@ def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
 def advantage_weights(advantages: Tensor, beta: float, limit: float) -> Tensor:
     """Return ``min(exp(beta A), limit)`` without a gradient (IQL, eq. 7)."""
     return (beta * advantages.detach()).exp().clamp(max=limit)
+
+
+def token_weights(trajectory: Trajectory) -> np.ndarray:
+    """Return the loss mask, float32 ``[T]``, or ``[T, ...]`` if a step has several parts."""
+    weights = loss_mask(trajectory).astype(np.float32)
+    if trajectory.choice_mask is not None:
+        choices = np.asarray(trajectory.choice_mask, np.float32)
+        weights = weights.reshape(-1, *[1] * (choices.ndim - 1)) * choices
+    return weights
+
+
+def sft_loss(demonstrations: Sequence[Trajectory]) -> LossFunction:
+    """Return the loss of supervised fine-tuning on a batch, as a sum over its micro-batches.
+
+    It is the mean of ``-log p`` over the unmasked tokens of the batch, in nats. A policy without a
+    tractable density has another loss in place of ``-log p``
+    (:meth:`rlinf.models.base.Policy.prepare_demonstration`).
+
+    Args:
+        demonstrations: results of that method.
+    """
+    length = max(map(len, demonstrations))
+    mask = pad_right([token_weights(demonstration) for demonstration in demonstrations], length)
+    weights = mask / mask.sum().clamp(min=1)
+
+    def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
+        device, length = outputs.logprobs.device, outputs.logprobs.shape[1]
+        step_weights = gather_steps(weights, spans, length).to(device)
+        return -(step_weights * outputs.logprobs).sum(), {}
+
+    return loss_from_steps(loss)

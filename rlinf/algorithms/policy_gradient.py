@@ -45,12 +45,14 @@ from rlinf.algorithms.losses import (
     kl_loss,
     loss_agg_weights,
     sequence_log_ratio,
+    sft_loss,
 )
 from rlinf.config import Section
 from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch, gather_steps
 from rlinf.data.load_balancing import StepSpan
-from rlinf.errors import InputError
+from rlinf.errors import ConfigError, InputError
 from rlinf.models.base import Batch, Policy, StepOutputs
+from rlinf.registry import RunComponents
 from rlinf.trainers.base import Loss, is_max_metric
 
 
@@ -235,14 +237,41 @@ class _Update:
         return computed, share if len(computed) < len(rows) and share > 0 else 1.0
 
     def _step_optimizer(self, divisor: float) -> None:
-        """Check that engine and trainer agree, and step the optimizer.
+        """Add the loss of demonstrations, check that engine and trainer agree, and step the
+        optimizer.
 
         Args:
             divisor: divisor of the accumulated loss; see :func:`loss_agg_weights`.
         """
         groups = self._algorithm.trainable_groups(self._learner.iteration)
         scale = self._loss_divisor / max(1.0, divisor)
+        if self._algorithm.config.sft_loss_coef:
+            self._accumulate_demonstrations(scale)
         self._learner.update(scale=scale, check=self._check_engine_mismatch, groups=groups)
+
+    def _accumulate_demonstrations(self, scale: float) -> None:
+        """Add the gradient of ``sft_loss_coef`` times the SFT loss of one batch of demonstrations.
+
+        Args:
+            scale: factor of the gradient in the update, which the loss is divided by.
+
+        Raises:
+            ConfigError: the task has no demonstrations.
+        """
+        learner, config = self._learner, self._algorithm.config
+        step = learner.iteration * config.epochs * config.minibatches + learner.num_updates
+        demonstrations = learner.demonstrations(step, config.sft_batch_size)
+        if not demonstrations:
+            raise ConfigError(
+                "algorithm.sft_loss_coef: this task has no demonstrations; set it to 0"
+            )
+        batch_loss = sft_loss(demonstrations)
+
+        def loss(policy: Policy, inputs: Batch, spans: list[StepSpan]) -> Loss:
+            value = batch_loss(policy, inputs, spans)[0] / scale
+            return config.sft_loss_coef * value, {"sft_loss": value.detach()}
+
+        learner.accumulate(demonstrations, loss)
 
     def _check_engine_mismatch(self, totals: dict[str, float]) -> None:
         """Check that engine and trainer, with equal weights, agree on the log-probabilities.
@@ -392,6 +421,18 @@ class PolicyGradientConfig(Section):
     kl_reward_type: KLEstimator = "k1"
     """Estimator of the KL divergence in the reward
     (:func:`rlinf.algorithms.losses.kl_estimate`)."""
+    sft_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight in the loss of supervised fine-tuning on the task's demonstrations (co-training). Each
+    optimizer step adds the gradient of one batch of demonstrations; 0: none."""
+    sft_batch_size: int = Field(default=32, gt=0)
+    """Demonstrations per optimizer step, if ``sft_loss_coef`` is above 0."""
+
+    @model_validator(mode="after")
+    def _require_coefficient_for_demonstrations(self) -> PolicyGradientConfig:
+        default = type(self).model_fields["sft_batch_size"].default
+        if not self.sft_loss_coef and self.sft_batch_size != default:
+            raise ValueError("sft_batch_size needs sft_loss_coef above 0; set both")
+        return self
 
     @model_validator(mode="after")
     def _require_sums_for_divisor(self) -> PolicyGradientConfig:
@@ -441,6 +482,15 @@ class PolicyGradient(Algorithm):
     config: Any
     has_group_local_advantages: ClassVar[bool] = False
     """Whether the advantages of a group depend on this group alone."""
+
+    @classmethod
+    def check(cls, options: Any, run: RunComponents) -> None:
+        super().check(options, run)
+        if options.sft_loss_coef and not run.classes["trainer"].supports_accumulation:
+            raise ConfigError(
+                f"algorithm.sft_loss_coef: trainer {run.config.trainer.name!r} cannot add the "
+                "gradients of two losses; set it to 0, or trainer=fsdp"
+            )
 
     @property
     def needs_reference(self) -> bool:

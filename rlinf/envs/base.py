@@ -339,15 +339,24 @@ class Environment(Component, ABC):
         """Release simulators and worker processes."""
 
 
+def demonstration_keys(run: RunComponents) -> list[str]:
+    """Return the keys that are set and need demonstrations for training."""
+    coefficient = getattr(run.options["algorithm"], "sft_loss_coef", 0)
+    keys = {"sft.max_steps": run.config.sft.max_steps, "algorithm.sft_loss_coef": coefficient}
+    return [key for key, value in keys.items() if value]
+
+
 def _check_demonstrations(run: RunComponents) -> None:
-    """Check that the task has the demonstrations that SFT needs."""
-    sft, name = run.config.sft, run.config.task.name
-    for key, capability in (
-        ("max_steps", DEMONSTRATIONS),
-        ("eval_samples", EVAL_DEMONSTRATIONS),
-    ):
-        if getattr(sft, key) and capability not in run.provided:
-            raise ConfigError(f"sft.{key}: task {name!r} has no {capability}; set it to 0")
+    """Check that the task has demonstrations, and the policy a loss of them, if they are needed."""
+    task, model = run.config.task.name, run.config.model.name
+    needed = dict.fromkeys(demonstration_keys(run), DEMONSTRATIONS)
+    if run.config.sft.eval_samples:
+        needed["sft.eval_samples"] = EVAL_DEMONSTRATIONS
+    for key, capability in needed.items():
+        if capability not in run.provided:
+            raise ConfigError(f"{key}: task {task!r} has no {capability}; set it to 0")
+        if not run.classes["model"].has_sft_loss:
+            raise ConfigError(f"{key}: model {model!r} has no loss of demonstrations; set it to 0")
 
 
 def _check_groups(run: RunComponents, *, has_equal_starts: bool) -> None:

@@ -27,7 +27,7 @@ from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import VIDEO_PREFIX, Record, RecordId
 from rlinf.data.trajectory import Trajectory
-from rlinf.envs.base import Environment, RolloutRequest, TaskSize
+from rlinf.envs.base import Environment, RolloutRequest, TaskSize, demonstration_keys
 from rlinf.envs.episode_runner import (
     EPISODE_METRICS,
     EpisodeLoop,
@@ -566,10 +566,10 @@ class GymEnvironment(Environment):
     @classmethod
     def check(cls, options: GymConfig, run: RunComponents) -> None:
         super().check(options, run)
-        if run.config.sft.max_steps and not options.demonstrations:
+        if (keys := demonstration_keys(run)) and not options.demonstrations:
             raise ConfigError(
-                "sft.max_steps: there is nothing to learn from; set task.demonstrations to "
-                "a number of episodes by the simulator's own expert, or sft.max_steps to 0"
+                f"{keys[0]}: there is nothing to learn from; set task.demonstrations to "
+                f"a number of episodes by the simulator's own expert, or {keys[0]} to 0"
             )
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:

@@ -176,6 +176,10 @@ class Policy(Component, ABC):
         """Write a policy folder with streamed weights. The default collects all of them first."""
         self.save(folder, state.collect())
 
+    has_sft_loss: ClassVar[bool] = True
+    """Whether :meth:`evaluate` computes a loss of demonstrations; see
+    :meth:`prepare_demonstration`."""
+
     def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert a demonstration of the task to a training trajectory; default: no change.
 

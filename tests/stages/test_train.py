@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.commands.experiment import run_experiment
+from pipeline.commands.experiment import run_experiment, validate_experiment
 from pipeline.metrics import read_metrics, stage_manifest
 from rlinf.algorithms.importance_sampling import step_staleness
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
-from rlinf.errors import InputError
+from rlinf.errors import ConfigError, InputError
+from rlinf.models.causal_lm import CausalLM
+from rlinf.trainers.fsdp import FSDPTrainer
 from stages.train import default_max_logprob_diff
+from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -169,3 +172,51 @@ def test_a_divergence_is_taken_from_the_reward_in_a_single_step_too(
     assert first["train/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
     assert abs(second["train/reward_kl_penalty"]) > 1e-6
     assert first["train/grad_norm"] > 0
+
+
+CO_TRAINING = ("algorithm.sft_loss_coef=0.5", "algorithm.sft_batch_size=4")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_co_training_resumes_with_the_next_demonstrations(compose: Compose, tmp_path: Path) -> None:
+    """A run in two parts has the bytes of one that was not interrupted; without demonstrations in
+    the loss it has others."""
+    run_experiment(compose("run.name=plain"))
+    run_experiment(compose(*CO_TRAINING, "run.name=whole"))
+    for iterations in (1, 2):
+        run_experiment(compose(*CO_TRAINING, "run.name=parts", f"iterations={iterations}"))
+    plain, whole, parts = (contents(tmp_path / name) for name in ("plain", "whole", "parts"))
+    assert parts == whole
+    assert {name for name in whole if whole[name] != plain[name]} >= {"it/0000/train"}
+    assert plain["sft"] == whole["sft"]
+    for row, other in zip(*(read_metrics(tmp_path / n) for n in ("whole", "plain")), strict=True):
+        assert row["train/sft_loss"] > 0
+        assert "train/sft_loss" not in other
+
+
+class Silent(CausalLM):
+    """A policy without a loss of demonstrations."""
+
+    has_sft_loss = False
+
+
+class OneLoss(FSDPTrainer):
+    """A trainer that cannot add gradients."""
+
+    supports_accumulation = False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.name=tests.stages.test_train:Silent"], "has no loss of demonstrations"),
+        (["trainer.name=tests.stages.test_train:OneLoss"], "cannot add the gradients"),
+    ],
+)
+def test_co_training_is_refused_without_its_parts(
+    compose: Compose, tmp_path: Path, words: list[str], message: str
+) -> None:
+    values = compose(*CO_TRAINING, *words, "sft.max_steps=0")
+    with pytest.raises(ConfigError, match=rf"^algorithm\.sft_loss_coef: .*{message}"):
+        validate_experiment(values)
+    assert not (tmp_path / "tiny").exists()
