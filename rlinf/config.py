@@ -263,6 +263,9 @@ class SftSection(Section):
     """Last learning rate of a decaying schedule, as a fraction of ``lr``."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of tensors with at least two dimensions."""
+    demonstration_steps: int | None = Field(default=None, gt=0)
+    """Consecutive steps of each demonstration that a batch includes, drawn at random; null: all.
+    For robot policies, whose steps are independent."""
     eval_every: int = Field(default=25, gt=0)
     """Steps between held-out evaluations."""
     eval_generation: bool = True

@@ -377,9 +377,11 @@ def _is_data_file(section: str, text: str) -> bool:
         path = Path(text).expanduser()
         if not path.is_dir():
             return path.is_file()
-        from rlinf.data.tables import is_table  # few runs have folders of data
+        from rlinf.data.lerobot import is_lerobot_dataset  # few runs have folders of data
+        from rlinf.data.tables import is_table
 
-        return bool(text) and (section == "algorithm" or is_table(path))
+        is_data = section == "algorithm" or is_table(path) or is_lerobot_dataset(path)
+        return bool(text) and is_data
     except (OSError, RuntimeError):  # too long for a path, or an unknown home
         return False
 
@@ -391,13 +393,24 @@ def data_file_path(config: RunConfig, name: str) -> Path:
 
 
 def _data_digest(path: Path) -> str:
-    """Return the content digest of a data file, or of a folder's files; empty if it is missing."""
+    """Return the content digest of a data file, or of a folder's files; empty if it is missing.
+
+    Tables and videos of a LeRobot data set, which may have terabytes, count by name and size.
+    """
     try:
         if path.is_dir():
+            from rlinf.data.lerobot import is_lerobot_dataset  # few runs have folders of data
+
+            is_dataset = is_lerobot_dataset(path)
             files = sorted(file for file in path.rglob("*") if file.is_file())
-            return json_digest(
-                [[str(file.relative_to(path)), _data_digest(file)] for file in files]
-            )
+            names = [file.relative_to(path) for file in files]
+            digests = [
+                str(file.stat().st_size)
+                if is_dataset and name.parts[0] != "meta"
+                else _data_digest(file)
+                for file, name in zip(files, names, strict=True)
+            ]
+            return json_digest([[str(name), d] for name, d in zip(names, digests, strict=True)])
         file_state = path.stat()
         return _hash_file(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
     except OSError:

@@ -18,10 +18,12 @@ import torch
 from rlinf.algorithms.losses import sft_loss, token_weights
 from rlinf.artifacts import FileEntry, check_files, describe_files, write_atomic
 from rlinf.channels.process_group import ProcessGroupInfo
-from rlinf.config import OptimizerSection
+from rlinf.config import OptimizerSection, RunConfig
 from rlinf.data.trajectory import Trajectory
+from rlinf.envs.base import Environment
 from rlinf.errors import ConfigError, StageError
-from rlinf.seeding import torch_seed
+from rlinf.models.base import Policy
+from rlinf.seeding import generator, torch_seed
 from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.dialogue_failures import mean_eval_score
@@ -129,9 +131,9 @@ def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list
     for step in range(len(curve), settings.max_steps):
         if curve and is_target_reached(curve[-1], settings.target_score):
             break
-        demonstrations = environment.demonstrations(ctx.config.seed, step, settings.batch_size)
-        prepare = trainer.policy.prepare_demonstration
-        examples = [prepare(d, ctx.config.seed) for d in demonstrations]
+        examples = prepare_demonstrations(
+            ctx.config, environment, trainer.policy, step, settings.batch_size
+        )
         learning_rate = schedule.learning_rate(step, settings.max_steps)
         # After an overflow of float16 the step is repeated with a smaller loss scale.
         while (metrics := trainer.step(examples, sft_loss(examples), lr=learning_rate)).get(
@@ -152,6 +154,27 @@ def fine_tune(ctx: StageContext, trainer: Trainer, initial_folder: Path) -> list
             log.info("sft: step %d, held-out loss %.4f nats", step + 1, test_loss)
         ctx.report_progress(step + 1, settings.max_steps, "steps", note)
     return curve
+
+
+def prepare_demonstrations(
+    config: RunConfig, environment: Environment, policy: Policy, step: int, count: int
+) -> list[Trajectory]:
+    """Return a batch of demonstrations, prepared for the policy; none if the task has none.
+
+    Args:
+        step: index of the batch, which determines the demonstrations together with the seed.
+    """
+    seed, length = config.seed, config.sft.demonstration_steps
+    demonstrations = environment.demonstrations(seed, step, count)
+    prepared = [policy.prepare_demonstration(each, seed) for each in demonstrations]
+    if length is None:
+        return prepared
+    windows = []
+    for index, trajectory in enumerate(prepared):
+        last = max(0, len(trajectory) - length)
+        start = int(generator(seed, "demonstration_steps", step, index).integers(last + 1))
+        windows.append(trajectory.slice_steps(start, min(start + length, len(trajectory))))
+    return windows
 
 
 def is_target_reached(row: CurveRow, target: float) -> bool:

@@ -33,6 +33,7 @@ from stages.factory import (
     mark_trainer_dirty,
 )
 from stages.retention import is_checkpoint_saved
+from stages.sft import prepare_demonstrations
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Input of the stage for each field of a training sample; a flow may have only trajectories."""
@@ -160,8 +161,8 @@ class StageLearner(Learner):
         """Return demonstrations of the task; their order continues where the SFT stage ended."""
         ctx, config = self._ctx, self._ctx.config
         environment = get_environment(ctx, lambda: ctx.verified_folder("initial") / WEIGHTS)
-        found = environment.demonstrations(config.seed, config.sft.max_steps + step, count)
-        return [self.policy.prepare_demonstration(each, config.seed) for each in found]
+        first = config.sft.max_steps
+        return prepare_demonstrations(config, environment, self.policy, first + step, count)
 
     def mark_dirty(self) -> None:
         super().mark_dirty()

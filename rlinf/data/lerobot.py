@@ -19,6 +19,7 @@ its last step is dropped, and the observation before that step is the final obse
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -30,10 +31,10 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
-from rlinf.data.record import IMAGE_PREFIX, RecordId
+from rlinf.data.record import IMAGE_PREFIX, LazyArray, RecordId
 from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.data.transitions import executed_actions, reject_action_chunks
-from rlinf.data.video import read_video, write_video
+from rlinf.data.video import read_frames, read_video, write_video
 from rlinf.errors import DataError, InputError, require_package
 from rlinf.verified_io import allowed_link_targets
 
@@ -115,6 +116,83 @@ class LeRobotDataset:
     @property
     def fps(self) -> int:
         return int(self.info["fps"])
+
+    @property
+    def action_size(self) -> int:
+        """Number of components of an action."""
+        return int(np.prod(self.features[ACTION_FEATURE]["shape"]))
+
+    @property
+    def state_size(self) -> int:
+        """Number of components of a state."""
+        return int(np.prod(self.features[STATE_FEATURE]["shape"]))
+
+    def image_size(self, camera: str) -> tuple[int, int]:
+        """Return height and width of a camera's images."""
+        feature = self.features[self.cameras[camera]]
+        names, shape = feature.get("names") or ["height"], feature["shape"]
+        height, width = shape[1:] if str(names[0]).startswith("channel") else shape[:2]
+        return int(height), int(width)
+
+    def episodes(self) -> list[LeRobotEpisode]:
+        """Return the locations of all episodes.
+
+        Raises:
+            DataError: ``meta`` is damaged.
+        """
+        return list(self._episodes())
+
+    def read_column(self, feature: str) -> np.ndarray:
+        """Return a numeric feature of all steps, float32 ``[N, D]``, file by file.
+
+        Raises:
+            DataError: a file is missing or lacks the feature.
+        """
+        files = dict.fromkeys(episode.data_file for episode in self._episodes())
+        tables = (_read_table(path, [feature]) for path in files)
+        columns = [_column(rows, feature).reshape(len(rows), -1) for rows in tables]
+        return np.concatenate(columns).astype(np.float32)
+
+    def demonstration(self, episode: LeRobotEpisode) -> Trajectory:
+        """Return the states, actions and images of all steps of an episode; images are read when
+        they are used.
+
+        Raises:
+            DataError: a file is missing or contradicts ``meta``.
+        """
+        rows = _read_rows(episode, 0, episode.length, [STATE_FEATURE, ACTION_FEATURE])
+        observations, actions = (
+            _column(rows, name).reshape(episode.length, -1).astype(np.float32)
+            for name in (STATE_FEATURE, ACTION_FEATURE)
+        )
+        images: dict[str, Any] = {}
+        for camera, name in self.cameras.items():
+            shape = (episode.length, *self.image_size(camera), 3)
+            read = functools.partial(self._read_images, episode, name, shape[1:])
+            images[camera] = LazyArray(read, shape, np.dtype(np.uint8))
+        return Trajectory(
+            identity=RecordId(0, episode.index),
+            observations=observations,
+            actions=actions,
+            images=images,
+        )
+
+    def _read_images(
+        self, episode: LeRobotEpisode, name: str, shape: tuple[int, ...], start: int, stop: int
+    ) -> np.ndarray:
+        """Return the images of a camera's feature at some steps, uint8 ``[n, H, W, 3]``."""
+        if self.features[name]["dtype"] == "image":
+            cells = _read_rows(episode, start, stop, [name]).column(name).to_pylist()
+            images = np.stack([self._decode_image(cell) for cell in cells])
+        else:
+            path, first = episode.videos[name]
+            images = read_frames(path, first + start, stop - start, self.fps)
+        if images.shape[1:] != shape:
+            raise DataError(
+                f"{self.folder}: {name} of episode {episode.index} has images of "
+                f"{list(images.shape[1:])}, and {INFO_FILE} says {list(shape)}"
+            )
+        return images
 
     def trajectories(self, *, images: bool = True) -> Iterator[Trajectory]:
         """Yield the episodes as trajectories.
@@ -327,8 +405,11 @@ def is_lerobot_dataset(folder: Path) -> bool:
     return (folder / INFO_FILE).is_file()
 
 
-def _read_table(path: Path) -> Any:
+def _read_table(path: Path, columns: list[str] | None = None) -> Any:
     """Return the rows of a Parquet file.
+
+    Args:
+        columns: the columns to read; None: all.
 
     Raises:
         DataError: the file cannot be read.
@@ -336,9 +417,37 @@ def _read_table(path: Path) -> Any:
     from pyarrow import ArrowException, parquet
 
     try:
-        return parquet.read_table(path, partitioning=None).combine_chunks()
+        return parquet.read_table(path, columns=columns, partitioning=None).combine_chunks()
     except (OSError, ArrowException) as error:
         raise DataError(f"{path}: no readable Parquet file ({error})") from None
+
+
+def _read_rows(episode: LeRobotEpisode, start: int, stop: int, columns: list[str]) -> Any:
+    """Return columns of some steps of an episode; of the file, only their row groups are read.
+
+    Raises:
+        DataError: the file cannot be read, or has fewer rows.
+    """
+    from pyarrow import ArrowException, parquet
+
+    path, first = episode.data_file, episode.first_row + start
+    groups, group_start, skipped = [], 0, 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            if missing := [name for name in columns if name not in file.schema_arrow.names]:
+                raise DataError(f"{path}: no column {missing[0]!r}, a feature of the dataset")
+            for index in range(file.num_row_groups):
+                group_stop = group_start + file.metadata.row_group(index).num_rows
+                if group_stop > first and group_start < episode.first_row + stop:
+                    skipped = skipped if groups else group_start
+                    groups.append(index)
+                group_start = group_stop
+            rows = file.read_row_groups(groups, columns).slice(first - skipped, stop - start)
+    except (OSError, ArrowException) as error:
+        raise DataError(f"{path}: no readable Parquet file ({error})") from None
+    if len(rows) != stop - start:
+        raise DataError(f"{path}: episode {episode.index} is incomplete")
+    return rows
 
 
 def _column(rows: Any, name: str) -> np.ndarray:

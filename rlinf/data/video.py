@@ -44,6 +44,43 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
     return count
 
 
+def read_frames(path: Path, first: int, count: int, fps: int) -> np.ndarray:
+    """Return ``count`` frames of a video from frame ``first`` on, uint8 ``[count, H, W, 3]``.
+
+    Decoding begins at the key frame before them.
+
+    Args:
+        fps: frames per second, which the video keeps throughout.
+
+    Raises:
+        MissingPackageError: PyAV is not installed.
+        DataError: the file is not a readable video, or ends before.
+    """
+    require_package("av", "video", "reading videos")
+    import av
+
+    frames: list[np.ndarray] = []
+    try:
+        with av.open(str(path), format="mp4") as file:
+            stream = file.streams.video[0]
+            time_base, start = Fraction(stream.time_base or 1), stream.start_time or 0
+            file.seek(start + int(first / fps / time_base), stream=stream)
+            for frame in file.decode(stream):
+                index = round(((frame.pts or 0) - start) * time_base * fps)
+                if index >= first + count:
+                    break
+                if index >= first:
+                    frames.append(frame.to_ndarray(format="rgb24"))
+    except (av.error.FFmpegError, IndexError) as error:
+        raise DataError(f"{path}: no readable video ({error})") from None
+    if len(frames) != count:
+        raise DataError(
+            f"{path}: has {len(frames)} of the {count} frames from frame {first} on, at {fps} "
+            "frames per second"
+        )
+    return np.stack(frames)
+
+
 def read_video(path: Path) -> Iterator[np.ndarray]:
     """Yield the frames of a video in order, uint8 ``[H, W, 3]``.
 

@@ -355,6 +355,11 @@ def _check_demonstrations(run: RunComponents) -> None:
     for key, capability in needed.items():
         if capability not in run.provided:
             raise ConfigError(f"{key}: task {task!r} has no {capability}; set it to 0")
+        if run.config.sft.demonstration_steps and not run.classes["model"].has_independent_steps:
+            raise ConfigError(
+                f"sft.demonstration_steps: the steps of model {model!r} depend on earlier ones; "
+                "leave it out"
+            )
         if not run.classes["model"].has_sft_loss:
             raise ConfigError(f"{key}: model {model!r} has no loss of demonstrations; set it to 0")
 

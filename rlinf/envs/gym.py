@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -60,6 +61,7 @@ from rlinf.registry import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS, RunCompon
 from rlinf.seeding import generator
 
 if TYPE_CHECKING:
+    from rlinf.envs.dataset_demonstrations import LeRobotDemonstrations
     from rlinf.models.base import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -189,6 +191,12 @@ class GymConfig(Section):
     demonstrations: int = Field(default=0, ge=0)
     """Number of episodes by the simulator's own expert, from which SFT learns; unsolved ones are
     left out."""
+    demonstration_data: Path | None = None
+    """A LeRobot data set (version 2.0 to 3.0) from which SFT learns: all of its episodes, with
+    states, actions and images as in the task."""
+    demonstration_camera_map: dict[str, str] = {}
+    """Maps cameras of the data set to cameras of the task (``{image: agentview}``); other cameras
+    of the data set are not used. Empty: cameras have equal names."""
     score_by_success: bool = False
     """Score an episode by whether the task was solved at any step, as the simulator's ``info``
     says; otherwise by its return."""
@@ -226,6 +234,17 @@ class GymConfig(Section):
             except InvalidEnvConfig as error:
                 raise ValueError(str(error).partition(": ")[2]) from None
         return value
+
+    @model_validator(mode="after")
+    def _check_demonstrations(self) -> GymConfig:
+        if self.demonstrations and self.demonstration_data is not None:
+            raise ValueError(
+                "demonstration_data: demonstrations are the expert's or those of a data set; set "
+                "one of both keys"
+            )
+        if self.demonstration_camera_map and self.demonstration_data is None:
+            raise ValueError("demonstration_camera_map needs demonstration_data")
+        return self
 
     @model_validator(mode="after")
     def _check_video(self) -> GymConfig:
@@ -274,7 +293,9 @@ class GymEnvironment(Environment):
             functools.partial(create_simulator_process, video_config), max(count, 1)
         )
         """Environments that also render ``task.video``; their processes start at the first use."""
-        self._demonstrations: list[Trajectory] = []
+        self._demonstrations: Sequence[Trajectory] | LeRobotDemonstrations = (
+            load_demonstration_data(config) or []
+        )
 
     @classmethod
     def model_spec(cls, config: GymConfig) -> ModelSpec:
@@ -566,11 +587,15 @@ class GymEnvironment(Environment):
     @classmethod
     def check(cls, options: GymConfig, run: RunComponents) -> None:
         super().check(options, run)
-        if (keys := demonstration_keys(run)) and not options.demonstrations:
+        has_demonstrations = options.demonstrations or options.demonstration_data is not None
+        if (keys := demonstration_keys(run)) and not has_demonstrations:
             raise ConfigError(
                 f"{keys[0]}: there is nothing to learn from; set task.demonstrations to "
-                f"a number of episodes by the simulator's own expert, or {keys[0]} to 0"
+                "a number of episodes by the simulator's own expert, task.demonstration_data to a "
+                f"LeRobot data set, or {keys[0]} to 0"
             )
+        if (data := load_demonstration_data(options)) is not None:
+            data.check(cls.model_spec(options))
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return whole episodes, which have ``observations``, images, instruction, ``actions`` and
@@ -627,6 +652,21 @@ class GymEnvironment(Environment):
     def close(self) -> None:
         self._envs.close()
         self._video_envs.close()
+
+
+def load_demonstration_data(config: GymConfig) -> LeRobotDemonstrations | None:
+    """Return the episodes of ``task.demonstration_data``; None if it is not set.
+
+    Raises:
+        DataError: the folder is not a LeRobot data set.
+        MissingPackageError: pyarrow is not installed.
+    """
+    if config.demonstration_data is None:
+        return None
+    from rlinf.envs.dataset_demonstrations import LeRobotDemonstrations  # few runs have data
+
+    folder = config.demonstration_data.expanduser()
+    return LeRobotDemonstrations(folder, config.demonstration_camera_map, config.instruction)
 
 
 def _is_scored(trajectory: Trajectory) -> bool:

@@ -214,11 +214,13 @@ def compute_statistics(actions: np.ndarray) -> dict[str, list[Any]]:
     Constant numbers are not scaled (``mask``).
 
     Args:
-        actions: All actions of the data set, ``[N, D]``.
+        actions: All actions (or states) of the data set, ``[N, D]``.
     """
-    low, high = np.quantile(actions, [0.01, 0.99], axis=0)
+    low, q10, q90, high = np.quantile(actions, [0.01, 0.1, 0.9, 0.99], axis=0)
     columns = {
         "q01": low,
+        "q10": q10,
+        "q90": q90,
         "q99": high,
         "min": actions.min(0),
         "max": actions.max(0),

@@ -8,6 +8,7 @@ to the weights and are never computed again.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE, LeRobotDataset
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.action_encoding import ActionBox, ValueLevel
+from rlinf.models.action_encoding import ActionBox, ValueLevel, compute_statistics
 from rlinf.models.base import ModelSpec
 from rlinf.models.denoising import DenoisingConfig
 from rlinf.models.hf_folder import copy_non_weight_files
@@ -30,7 +32,6 @@ from rlinf.safetensors_io import load_tensors
 from rlinf.verified_io import copy_file, read_text
 
 CAMERA_PREFIX, EMPTY_CAMERA_PREFIX = "observation.images.", "observation.images.empty_camera_"
-STATE_FEATURE, ACTION_FEATURE = "observation.state", "action"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
 """LeRobot's names of features, processors and normalization steps."""
@@ -60,8 +61,9 @@ class FlowVLAConfig(DenoisingConfig):
     """Whether there is one value (and advantage) per chunk or per action. If the value head of a
     folder has another shape, its last layer is initialized again."""
     norm_stats: Path | None = None
-    """A ``meta/stats.json`` of a LeRobot data set to normalize states and actions; null: that of
-    the folder, and mean 0 and standard deviation 1 for the states of a new network."""
+    """The folder of a LeRobot data set, or its ``meta/stats.json``, to normalize states and
+    actions; null: that of the folder, and mean 0 and standard deviation 1 for the states of a new
+    network."""
     hidden: int = Field(default=96, gt=0)
     layers: int = Field(default=4, gt=0)
     """Layers of the language model and of the action expert."""
@@ -197,19 +199,37 @@ def read_normalizer(
         raise DataError(f"{source}: the file is not as LeRobot writes it ({error!r})") from None
 
 
+@functools.lru_cache(maxsize=4)
+def compute_dataset_statistics(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the statistics of states and actions over all steps of a LeRobot data set.
+
+    They are computed, because data sets of version 2.1 have them by episode, and many without
+    quantiles.
+
+    Raises:
+        DataError: The folder is no data set, or is damaged.
+        MissingPackageError: pyarrow is not installed.
+    """
+    dataset = LeRobotDataset(folder, all_successful=True)
+    features = (STATE_FEATURE, ACTION_FEATURE)
+    return {feature: compute_statistics(dataset.read_column(feature)) for feature in features}
+
+
 def read_feature_statistics(
     path: Path, sizes: Mapping[str, int]
 ) -> dict[str, dict[str, list[float]]]:
-    """Read the statistics of the leading dimensions of features from a data set's ``stats.json``.
+    """Read the statistics of the leading dimensions of features of a data set.
 
     Args:
+        path: A ``stats.json``, or the folder of a LeRobot data set, whose statistics are computed.
         sizes: Number of dimensions to read, by feature.
 
     Raises:
         DataError: The file cannot be read, or lacks a feature or dimensions.
     """
     try:
-        stored, statistics = json.loads(read_text(path)), dict[str, dict[str, list[float]]]()
+        stored = compute_dataset_statistics(path) if path.is_dir() else json.loads(read_text(path))
+        statistics = dict[str, dict[str, list[float]]]()
         for feature, size in sizes.items():
             rows = stored[feature]
             statistics[feature] = {
@@ -379,7 +399,7 @@ def new_statistics(settings: Mapping[str, Any], spec: ModelSpec) -> dict[str, An
 
 
 def read_statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Read the statistics of states and actions from a data set's ``meta/stats.json``.
+    """Read the statistics of states and actions of a data set (:func:`read_feature_statistics`).
 
     Raises:
         DataError: Some statistics are missing.

@@ -107,8 +107,8 @@ class PiConfig(FlowVLAConfig):
     tokenizer_path: Path | None = None
     """A folder with ``tokenizer.json`` of PaliGemma, if the policy folder has none."""
     norm_stats: Path | None = None
-    """A ``meta/stats.json`` of a LeRobot data set or a ``norm_stats.json`` of openpi; null: that of
-    the folder, and no scaling of the states of a new network."""
+    """The folder of a LeRobot data set, its ``meta/stats.json``, or a ``norm_stats.json`` of
+    openpi; null: that of the folder, and no scaling of the states of a new network."""
     state_in_prompt: bool | None = None
     """Whether the prompt of pi-0.5 contains the state; null: as the folder of LeRobot says, true
     for a new network. Folders of openpi do not say (``pi05_libero``: false)."""
@@ -490,7 +490,15 @@ def read_source_statistics(
         path = openpi_statistics_file(source, config)
     if path is None:
         return None
-    if "norm_stats" not in read_json_object(path.expanduser(), "model.norm_stats"):
+    if path.expanduser().is_dir() and settings.get("relative_action_dims"):
+        raise DataError(
+            f"model.norm_stats: {path} is a data set, which has no statistics of relative actions "
+            "(model.relative_action_dims); give a norm_stats.json of openpi"
+        )
+    is_openpi_file = path.expanduser().is_file() and "norm_stats" in read_json_object(
+        path.expanduser(), "model.norm_stats"
+    )
+    if not is_openpi_file:
         return read_statistics(path, settings)
     statistics = {}
     for feature, rows in read_openpi_statistics(path.expanduser()).items():

@@ -57,6 +57,7 @@ from rlinf.models.hf_folder import (
     weight_files,
 )
 from rlinf.models.images import PREPROCESSOR_FILE
+from rlinf.models.lerobot_folder import ACTION_FEATURE, compute_dataset_statistics
 from rlinf.models.loading import read_weights
 from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
 from rlinf.models.vla_folder import (
@@ -154,6 +155,10 @@ class VLAPolicy(Policy):
     @staticmethod
     def _statistics(config: VLAConfig, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         """Return the data set name and the statistics that define the bins of a new network."""
+        if config.norm_stats is not None and config.norm_stats.expanduser().is_dir():
+            folder = config.norm_stats.expanduser()
+            statistics = compute_dataset_statistics(folder)[ACTION_FEATURE]
+            return config.unnorm_key or folder.resolve().name, {"action": statistics}
         if config.norm_stats is not None:
             return read_action_statistics(config.norm_stats, config.unnorm_key, "model.norm_stats")
         box = ActionBox.from_spec(spec["action"], None)

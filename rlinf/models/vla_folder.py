@@ -99,8 +99,8 @@ class VLAConfig(Section):
     n_action_bins: int = Field(default=256, ge=2)
     """Number of tokens per action dimension."""
     norm_stats: Path | None = None
-    """A ``dataset_statistics.json`` whose quantiles define the bins of a new network; null: the
-    action bounds of the task, or -1 and 1 without bounds."""
+    """A ``dataset_statistics.json``, or the folder of a LeRobot data set, whose quantiles define
+    the bins of a new network; null: the action bounds of the task, or -1 and 1 without bounds."""
     unnorm_key: str | None = None
     """Name of the data set in the statistics; null: the only one."""
 

@@ -175,16 +175,18 @@ def test_a_divergence_is_taken_from_the_reward_in_a_single_step_too(
 
 
 CO_TRAINING = ("algorithm.sft_loss_coef=0.5", "algorithm.sft_batch_size=4")
+CONSTANT_RATE = ("optimizer.lr_scheduler_type=constant", "optimizer.lr_warmup_iterations=0")
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_co_training_resumes_with_the_next_demonstrations(compose: Compose, tmp_path: Path) -> None:
     """A run in two parts has the bytes of one that was not interrupted; without demonstrations in
     the loss it has others."""
-    run_experiment(compose("run.name=plain"))
-    run_experiment(compose(*CO_TRAINING, "run.name=whole"))
+    run_experiment(compose(*CONSTANT_RATE, "run.name=plain"))
+    words = (*CO_TRAINING, *CONSTANT_RATE)
+    run_experiment(compose(*words, "run.name=whole"))
     for iterations in (1, 2):
-        run_experiment(compose(*CO_TRAINING, "run.name=parts", f"iterations={iterations}"))
+        run_experiment(compose(*words, "run.name=parts", f"iterations={iterations}"))
     plain, whole, parts = (contents(tmp_path / name) for name in ("plain", "whole", "parts"))
     assert parts == whole
     assert {name for name in whole if whole[name] != plain[name]} >= {"it/0000/train"}

@@ -81,7 +81,8 @@ def shown_actions(count: int) -> list[Trajectory]:
 
 
 def robot_case(cls: Any, name: str, folder: Path) -> Any:
-    config = cls.Config(**{**SMALL[name], "image_size": 24, "patch_size": 8, "chunk_size": 4})
+    sizes = {**SMALL[name], "patch_size": 8, "chunk_size": 4}
+    config = cls.Config(**sizes | ({"image_size": 24} if name == "pi0" else {}))
     (folder / "first").mkdir()
     cls.create(config, acting.SPEC, 0, folder / "first")
     policy = cls.load(folder / "first", config)
