@@ -309,6 +309,11 @@ class Policy(Component, ABC):
         """Return the group (of :attr:`parameter_groups`) of a parameter of the module."""
         return self.parameter_groups[0]
 
+    def float32_modules(self) -> list[nn.Module]:
+        """Return the modules that compute in float32 whatever the data type of the trainer's
+        passes; their outputs have that type. For trainers with FSDP."""
+        return []
+
     def blocks(self) -> list[nn.Module]:
         """Return the submodules that FSDP shards as units, inner first; may be empty."""
         return []

@@ -20,7 +20,10 @@ from torch import Tensor
 from rlinf.config import Section
 
 CHAIN_COLUMN = "chain"
-"""Column of trajectories with the chain of points of each step, float32 ``[T, N + 1, ...]``."""
+"""Column of trajectories with the chain of points of each step, float32 ``[T, N + 1, ...]``. If one
+denoising step is random, it has the points before and after that step, ``[T, 2, ...]``."""
+RANDOM_STEP_COLUMN = "random_step"
+"""Column with the index of the only random denoising step of each step, int64 ``[T]``."""
 VelocityFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """Maps ``K`` points ``[..., K, *E]`` of each chain (``*E``: axes of an action) and their noise
 fractions ``[K]`` to velocities and log standard deviations (None: not learned), of equal shape."""
@@ -114,10 +117,10 @@ class DenoisingProcess:
     ) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation of the points after ``points`` ``[..., K, *E]``.
 
-        ``indices`` ``[K]`` are the denoising steps that start at the points. At temperature 0 the
-        mean is the Euler step.
+        ``indices`` ``[K]`` or ``[..., K]`` are the denoising steps that start at the points. At
+        temperature 0 the mean is the Euler step.
         """
-        shape = (-1, *[1] * self.num_axes)
+        shape = (*indices.shape, *[1] * self.num_axes)
         tau = noise_fractions(self.steps).to(points.device)[indices].reshape(shape)
         sigma = torch.zeros_like(tau)
         if log_std is None:
@@ -129,7 +132,12 @@ class DenoisingProcess:
         return step_mean(points, velocity, tau, sigma, self.steps), log_std
 
     def sample(
-        self, velocity: VelocityFunction, first: Tensor, noise: Tensor | None, temperature: float
+        self,
+        velocity: VelocityFunction,
+        first: Tensor,
+        noise: Tensor | None,
+        temperature: float,
+        random_step: Tensor | None = None,
     ) -> Tensor:
         """Sample chains ``[..., N + 1, *E]``.
 
@@ -137,6 +145,8 @@ class DenoisingProcess:
             velocity: The velocity function of the policy.
             first: The first point of each chain, ``[..., *E]``.
             noise: Standard normal noise of each step, ``[..., N, *E]``; None at temperature 0.
+            random_step: Index of the step of each chain that is random, ``[...]``; the other steps
+                follow the flow. None: all are random.
         """
         axis = first.ndim - self.num_axes
         points, chain = first.unsqueeze(axis), [first]
@@ -145,25 +155,42 @@ class DenoisingProcess:
             indices = torch.tensor([index], device=first.device)
             outputs = velocity(points, fractions[indices])
             step_temperature = 0.0 if noise is None else temperature
-            points, log_std = self.step_distribution(points, *outputs, indices, step_temperature)
+            start = points
+            points, log_std = self.step_distribution(start, *outputs, indices, step_temperature)
             if noise is not None:
                 points = points + noise.narrow(axis, index, 1) * log_std.exp()
+                if random_step is not None:
+                    is_random = (random_step == index).reshape(-1, *[1] * (self.num_axes + 1))
+                    followed = start - outputs[0] / self.steps
+                    points = torch.where(is_random, points, followed)
             chain.append(points.squeeze(axis))
         return torch.stack(chain, axis)
 
     def logprobs_and_entropy(
-        self, chain: Tensor, velocity: Tensor, log_std: Tensor | None, temperature: float
+        self,
+        chain: Tensor,
+        velocity: Tensor,
+        log_std: Tensor | None,
+        temperature: float,
+        random_step: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies ``[..., *E]`` of chains ``[..., N + 1, *E]`` given
+        """Return log-probabilities and entropies ``[..., *E]`` of chains ``[..., K + 1, *E]`` given
         the first points, summed over the steps.
 
         Args:
             chain: The points of each chain.
-            velocity, log_std: Outputs at all points except the last, ``[..., N, *E]``.
+            velocity, log_std: Outputs at all points except the last, ``[..., K, *E]``.
+            random_step: If ``K`` is 1, index of the step between the two points, ``[...]``. None:
+                the chains have all ``N`` steps.
         """
         axis = chain.ndim - self.num_axes - 1
-        indices = torch.arange(self.steps, device=chain.device)
-        points, next_points = chain.narrow(axis, 0, self.steps), chain.narrow(axis, 1, self.steps)
+        count = chain.shape[axis] - 1
+        points, next_points = chain.narrow(axis, 0, count), chain.narrow(axis, 1, count)
+        indices = (
+            torch.arange(self.steps, device=chain.device)
+            if random_step is None
+            else random_step[..., None]
+        )
         mean, log_std = self.step_distribution(
             points, velocity, log_std, indices, temperature or 1.0
         )

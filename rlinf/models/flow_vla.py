@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +29,13 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import action_chunks, reset_mismatched_value_head
 from rlinf.models.action_expert import FlowVLANetwork, PrefixCache
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
-from rlinf.models.denoising import CHAIN_COLUMN, DenoisingProcess, bounded_log_std, noise_fractions
+from rlinf.models.denoising import (
+    CHAIN_COLUMN,
+    RANDOM_STEP_COLUMN,
+    DenoisingProcess,
+    bounded_log_std,
+    noise_fractions,
+)
 from rlinf.models.hf_folder import WEIGHTS_FILE
 from rlinf.models.lerobot_folder import (
     ACTION_FEATURE,
@@ -54,7 +60,8 @@ ADDED_HEADS = ("value_head.", "noise_head.")
 class FlowVLAPolicy(Policy):
     """A flow-matching vision-language-action policy.
 
-    The log-probability of an action component is summed over the denoising steps of the chain.
+    The log-probability of an action component is summed over the denoising steps of the chain, or
+    is that of the only random one (``likelihood``).
     Padding components (up to ``max_action_dim``) and actions that are not executed have none.
     """
 
@@ -63,6 +70,8 @@ class FlowVLAPolicy(Policy):
     parameter_groups = ("policy", "value")
     has_independent_steps = True
     module: FlowVLANetwork
+    vlm_prefix: ClassVar[str]
+    """Prefix of the names of the vision-language model's parameters."""
 
     def __init__(
         self,
@@ -93,8 +102,12 @@ class FlowVLAPolicy(Policy):
             feature_size(settings, ACTION_FEATURE),
         )
         """Number of executed actions per chunk, and dimension of an action."""
-        # Adapters do not cover the noise head.
-        self.supports_lora = config.noise_method != "learned"
+        # Adapters do not cover the noise head, and would train the vision-language model.
+        self.supports_lora = config.noise_method != "learned" and not config.freeze_vlm
+        if config.freeze_vlm:
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(not name.startswith(self.vlm_prefix))
+        self._has_single_step = config.likelihood == "single_step"
         self.num_denoising_steps = num_steps
         """Number of denoising steps ``N``."""
         self._num_denoised, self._image_tokens = num_denoised, image_tokens
@@ -133,8 +146,9 @@ class FlowVLAPolicy(Policy):
 
         These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and ``prompt_mask``
         ``[B, T, L]``, ``state`` ``[B, T, max_state_dim]`` and ``mask``. Sampled trajectories add
-        ``chain`` ``[B, T, N + 1, C, A]``; demonstrations add ``actions``, ``noise``
-        ``[B, T, C, A]`` and ``uniform`` ``[B, T]``. ``A`` is ``max_action_dim``.
+        ``chain`` ``[B, T, N + 1, C, A]``, or ``[B, T, 2, C, A]`` and ``random_step`` ``[B, T]``;
+        demonstrations add ``actions``, ``noise`` ``[B, T, C, A]`` and ``uniform`` ``[B, T]``. ``A``
+        is ``max_action_dim``.
         """
         length = max(map(len, trajectories))
         rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
@@ -151,7 +165,7 @@ class FlowVLAPolicy(Policy):
             images = [t.images[camera] for t in trajectories]
             batch[IMAGE_PREFIX + camera] = pad_right(images, length)
         is_sampled = CHAIN_COLUMN in trajectories[0].policy_columns
-        for name in [CHAIN_COLUMN] if is_sampled else ["noise", "uniform"]:
+        for name in self._sampled_columns if is_sampled else ["noise", "uniform"]:
             batch[name] = pad_right([t.policy_columns[name] for t in trajectories], length)
         if CHAIN_COLUMN not in batch:
             actions = pad_right([t.actions for t in trajectories], length)
@@ -176,9 +190,12 @@ class FlowVLAPolicy(Policy):
         if (chain := columns.get(CHAIN_COLUMN)) is None:
             losses, values = self._imitation_loss(columns)
             return StepOutputs(flat.scatter(-losses), None, flat.scatter(values))
-        tau = noise_fractions(self.num_denoising_steps).to(batch["mask"].device)
+        random_step = columns.get(RANDOM_STEP_COLUMN)
+        tau = self._chain_fractions(chain, random_step)
         velocity, noise_outputs, values = self.module(*self._inputs(columns, chain[:, :-1], tau))
-        logprobs, entropies = self._chain_logprobs(chain, velocity, noise_outputs, temperature)
+        logprobs, entropies = self._chain_logprobs(
+            chain, velocity, noise_outputs, temperature, random_step
+        )
         return StepOutputs(
             flat.scatter(logprobs),
             flat.scatter(entropies) if entropy else None,
@@ -187,15 +204,19 @@ class FlowVLAPolicy(Policy):
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Return standard normal noise ``[steps, N + 1, C, max_action_dim]``: the start of each
-        chain and the noise of its steps."""
+        chain and the noise of its steps. If one step is random, the noise of the others is 0."""
         chain_shape = (self.num_denoising_steps + 1, self._num_denoised, self._max_action_dim)
-        return random.standard_normal(size=(steps, *chain_shape)).astype(np.float32)
+        noise = random.standard_normal(size=(steps, *chain_shape)).astype(np.float32)
+        if self._has_single_step:
+            index = random.integers(self.num_denoising_steps, size=steps)
+            noise[:, 1:] *= np.eye(self.num_denoising_steps, dtype=np.float32)[index, :, None, None]
+        return noise
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Return ``action`` and ``logprob`` ``[n, C, D]``, ``chain`` ``[n, N + 1, C,
-        max_action_dim]`` and ``value`` ``[n]``, or ``[n, C]`` per action, all float32."""
+        """Return ``action`` and ``logprob`` ``[n, C, D]``, the columns of :meth:`collate` for the
+        chain, and ``value`` ``[n]``, or ``[n, C]`` per action; numbers are float32."""
         observation = observations["observation"]
         instructions = observations.get(INSTRUCTION_COLUMN)
         rows = instructions_or_empty(
@@ -207,18 +228,30 @@ class FlowVLAPolicy(Policy):
         )
         images = [observations[name] for name in self._image_columns]
         prefix = self.module.encode_prefix(prompt, prompt_mask, state, *images)
-        chain = self.sample_chains(prefix, noise, temperature)
-        tau = noise_fractions(self.num_denoising_steps).to(state.device)
+        random_step = self._random_step(noise, len(observation)) if self._has_single_step else None
+        chain = self.sample_chains(prefix, noise, temperature, random_step)
+        action, columns = self.to_actions(chain[:, -1], observation), {}
+        if random_step is not None:
+            random_step = columns[RANDOM_STEP_COLUMN] = random_step.to(chain.device)
+            rows = torch.arange(len(chain), device=chain.device)[:, None]
+            chain = chain[rows, torch.stack([random_step, random_step + 1], 1)]
+        tau = self._chain_fractions(chain, random_step)
         velocity, noise_outputs = self.module.velocity(prefix, chain[:, :-1], tau)
+        logprobs, _ = self._chain_logprobs(chain, velocity, noise_outputs, temperature, random_step)
         return {
-            "action": self.to_actions(chain[:, -1], observation),
+            "action": action,
             CHAIN_COLUMN: chain,
-            "logprob": self._chain_logprobs(chain, velocity, noise_outputs, temperature)[0],
+            **columns,
+            "logprob": logprobs,
             "value": self.module.value(prefix),
         }
 
     def sample_chains(
-        self, prefix: PrefixCache, noise: Tensor | None, temperature: float
+        self,
+        prefix: PrefixCache,
+        noise: Tensor | None,
+        temperature: float,
+        random_step: Tensor | None = None,
     ) -> Tensor:
         """Sample chains ``[n, N + 1, C, max_action_dim]``; ``noise`` as in :meth:`act`."""
 
@@ -230,13 +263,31 @@ class FlowVLAPolicy(Policy):
         first, step_noise = torch.zeros(shape, device=prefix.mask.device), None
         if noise is not None:
             first, step_noise = noise[:, 0], noise[:, 1:]
-        return self._denoising.sample(velocity, first, step_noise, temperature)
+        return self._denoising.sample(velocity, first, step_noise, temperature, random_step)
+
+    @property
+    def _sampled_columns(self) -> list[str]:
+        """Columns that :meth:`act` adds to trajectories and :meth:`evaluate` needs."""
+        return [CHAIN_COLUMN, *([RANDOM_STEP_COLUMN] if self._has_single_step else [])]
+
+    def _random_step(self, noise: Tensor | None, count: int) -> Tensor:
+        """Return the index of the step whose noise is not 0, int64 ``[n]``; 0 without noise."""
+        if noise is None:
+            return torch.zeros(count, dtype=torch.int64)
+        return noise[:, 1:].flatten(2).any(-1).int().argmax(1)
+
+    def _chain_fractions(self, chain: Tensor, random_step: Tensor | None) -> Tensor:
+        """Return the noise fractions of all points of chains except the last, ``[N]`` or, if one
+        step is random, ``[n, 1]``."""
+        fractions = noise_fractions(self.num_denoising_steps).to(chain.device)
+        return fractions if random_step is None else fractions[random_step][:, None]
 
     def parameter_group(self, parameter: str) -> str:
         return "value" if parameter.startswith("value_head.") else "policy"
 
     def num_tokens(self, trajectory: Trajectory) -> int:
-        actions = self.num_denoising_steps * self._num_denoised
+        num_passes = 1 if self._has_single_step else self.num_denoising_steps
+        actions = num_passes * self._num_denoised
         return max(1, len(trajectory)) * (self._image_tokens * len(self._cameras) + actions)
 
     def _inputs(
@@ -251,11 +302,18 @@ class FlowVLAPolicy(Policy):
         return None if noise_outputs is None else bounded_log_std(noise_outputs, self._noise_range)
 
     def _chain_logprobs(
-        self, chain: Tensor, velocity: Tensor, noise_outputs: Tensor | None, temperature: float
+        self,
+        chain: Tensor,
+        velocity: Tensor,
+        noise_outputs: Tensor | None,
+        temperature: float,
+        random_step: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies ``[n, C, D]`` of chains."""
         log_std, (length, size) = self._log_std(noise_outputs), self.action_shape
-        result = self._denoising.logprobs_and_entropy(chain, velocity, log_std, temperature)
+        result = self._denoising.logprobs_and_entropy(
+            chain, velocity, log_std, temperature, random_step
+        )
         return result[0][:, :length, :size], result[1][:, :length, :size]
 
     def _imitation_loss(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

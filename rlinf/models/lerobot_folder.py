@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -57,6 +57,13 @@ class FlowVLAConfig(DenoisingConfig):
     chunk_size: int | None = Field(default=None, gt=0)
     """Number of executed actions per chunk (LeRobot's ``n_action_steps``); null: that of the
     folder, 8 for a new network."""
+    likelihood: Literal["joint", "single_step"] = "joint"
+    """``joint``: all denoising steps are random, and the log-probability of a chunk is their sum.
+    ``single_step``: one step of each chunk, drawn at random, is random, and the log-probability is
+    that of this step. Then an update computes the action expert once per chunk."""
+    freeze_vlm: bool = False
+    """Train the action expert, the projections and the added heads only, not the vision-language
+    model."""
     value_level: ValueLevel = "chunk"
     """Whether there is one value (and advantage) per chunk or per action. If the value head of a
     folder has another shape, its last layer is initialized again."""

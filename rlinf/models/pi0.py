@@ -23,6 +23,7 @@ from rlinf.errors import DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.character_tokenizer import (
     DEFAULT_ALPHABET,
+    TOKENIZER_FILE,
     read_tokenizer,
     write_character_tokenizer,
 )
@@ -46,6 +47,7 @@ from rlinf.models.lerobot_folder import (
 )
 from rlinf.models.pi0_folder import (
     EXPERT_HEAD,
+    PREFIX,
     STATE_STEP,
     TOKEN_EMBEDDINGS,
     TOKENIZER_FOLDER,
@@ -66,6 +68,7 @@ from rlinf.models.pi0_folder import (
     write_pi_processors,
 )
 from rlinf.models.pi0_network import PiNetwork
+from rlinf.models.sentencepiece_model import SENTENCEPIECE_FILE, read_sentencepiece
 from rlinf.models.vla_base import InstructionTokenizer
 from rlinf.safetensors_io import load_tensors
 
@@ -78,6 +81,7 @@ class Pi0Policy(FlowVLAPolicy):
     """A pi-0 policy, whose action expert reads the state as a vector."""
 
     Config = PiConfig
+    vlm_prefix = PREFIX
     kind: ClassVar[str] = "pi0"
     """The type in LeRobot's ``config.json``."""
     module: PiNetwork
@@ -119,7 +123,8 @@ class Pi0Policy(FlowVLAPolicy):
         else:
             source = config.path.expanduser()
             settings = read_source_config(source, config, spec, cls.kind)
-            locate_tokenizer(source, config)
+            if (tokenizer := locate_tokenizer(source, config)).name == SENTENCEPIECE_FILE:
+                read_sentencepiece(tokenizer)
             check_weight_files(source)
             _check_shapes(source, settings)
         check_pi_task(settings, config, spec)
@@ -188,7 +193,7 @@ class Pi0Policy(FlowVLAPolicy):
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         super().save(folder, tensors)
-        copy_tokenizer(self._folder / TOKENIZER_FOLDER, folder)
+        copy_tokenizer(self._folder / TOKENIZER_FOLDER / TOKENIZER_FILE, folder)
 
     def tokenize_prompts(self, instructions: np.ndarray, state: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = instructions.reshape(-1, instructions.shape[-1]), self._state_size
@@ -212,6 +217,11 @@ class Pi0Policy(FlowVLAPolicy):
         offset = observations.new_zeros(*observations.shape[:-1], 1, self.action_shape[1])
         offset[..., dims] = observations[..., None, dims]
         return offset
+
+    def float32_modules(self) -> list[nn.Module]:
+        # Patch and position embeddings, as in openpi: bfloat16 would round the pixels.
+        vlm: Any = self.module.model.paligemma_with_expert.paligemma["model"]
+        return [vlm.vision_tower["vision_model"].embeddings]
 
     def blocks(self) -> list[nn.Module]:
         models: Any = self.module.model.paligemma_with_expert

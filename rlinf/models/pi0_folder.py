@@ -36,10 +36,11 @@ from rlinf.models.lerobot_folder import (
     read_statistics,
     write_processors,
 )
+from rlinf.models.sentencepiece_model import SENTENCEPIECE_FILE, read_sentencepiece
 from rlinf.verified_io import copy_file
 
 TOKENIZER_FOLDER = "tokenizer"
-"""Subfolder with ``tokenizer.json``."""
+"""Subfolder with the tokenizer."""
 PALIGEMMA = "google/paligemma-3b-pt-224"
 """Name of the published tokenizer."""
 NEWLINE_STEP = "pi0_new_line_processor"
@@ -105,7 +106,8 @@ class PiConfig(FlowVLAConfig):
     path: Path | None = None
     """A policy folder of LeRobot or openpi (converted to PyTorch), which defines all sizes."""
     tokenizer_path: Path | None = None
-    """A folder with ``tokenizer.json`` of PaliGemma, if the policy folder has none."""
+    """A folder with ``tokenizer.json`` or ``tokenizer.model`` of PaliGemma, if the policy folder
+    has none."""
     norm_stats: Path | None = None
     """The folder of a LeRobot data set, its ``meta/stats.json``, or a ``norm_stats.json`` of
     openpi; null: that of the folder, and no scaling of the states of a new network."""
@@ -399,34 +401,43 @@ def write_pi_processors(
 
 
 def locate_tokenizer(source: Path, config: PiConfig) -> Path:
-    """Return the folder of the tokenizer.
+    """Return the ``tokenizer.json`` of a policy; if there is none, its SentencePiece model.
 
     Raises:
-        DataError: There is no ``tokenizer.json``.
+        DataError: There is neither.
     """
     if config.tokenizer_path is not None:
         candidates = [config.tokenizer_path.expanduser()]
     else:
         candidates = [source / TOKENIZER_FOLDER, source]
-    for folder in candidates:
-        if (folder / TOKENIZER_FILE).is_file():
-            return folder
-    is_sentencepiece = any((folder / "tokenizer.model").is_file() for folder in candidates)
-    found = (
-        "only tokenizer.model; convert it with transformers and sentencepiece "
-        "(AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
-        if is_sentencepiece
-        else f"which is not part of the folder; copy it from {PALIGEMMA}"
+    for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE):
+        for folder in candidates:
+            if (folder / name).is_file():
+                return folder / name
+    raise DataError(
+        f"model.tokenizer_path: {candidates[-1]} has neither {TOKENIZER_FILE} nor "
+        f"{SENTENCEPIECE_FILE}, which are not part of the folder; copy one from {PALIGEMMA}"
     )
-    raise DataError(f"model.tokenizer_path: {candidates[-1]} has no {TOKENIZER_FILE}, {found}")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer into the subfolder of a policy folder."""
-    (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-    for name in non_weight_files(source):
+    """Copy a tokenizer into the subfolder of a policy folder.
+
+    Args:
+        source: Its ``tokenizer.json``, or its SentencePiece model, which is converted.
+        folder: The policy folder.
+
+    Raises:
+        DataError: The SentencePiece model is damaged or not supported.
+    """
+    target = folder / TOKENIZER_FOLDER
+    target.mkdir(exist_ok=True)
+    if source.name == SENTENCEPIECE_FILE:
+        read_sentencepiece(source).save(str(target / TOKENIZER_FILE))
+        return
+    for name in non_weight_files(source.parent):
         if name.startswith(("tokenizer", "special_tokens_map", "added_tokens")):
-            copy_file(source / name, folder / TOKENIZER_FOLDER / name)
+            copy_file(source.parent / name, target / name)
 
 
 def openpi_statistics_file(source: Path, config: PiConfig) -> Path:

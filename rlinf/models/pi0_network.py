@@ -149,7 +149,8 @@ class PiNetwork(FlowVLANetwork):
             pixels = image.permute(0, 3, 1, 2) / 255
             pixels = resize_with_padding(pixels, *self.image_size, center=True)
             tower = vlm.vision_tower["vision_model"]
-            features = tower(pixel_values=(2 * pixels - 1).to(dtype)).last_hidden_state
+            # The tower casts them to the type of its patch embedding.
+            features = tower(pixel_values=2 * pixels - 1).last_hidden_state
             embeddings.append(vlm.multi_modal_projector["linear"](features))
         tokens = text["embed_tokens"](prompt).to(dtype)
         hidden = torch.cat([*embeddings, tokens * tokens.shape[-1] ** 0.5], 1)

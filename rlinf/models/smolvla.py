@@ -66,6 +66,7 @@ class SmolVLAPolicy(FlowVLAPolicy):
     """A SmolVLA policy."""
 
     Config = SmolVLAConfig
+    vlm_prefix = "model.vlm_with_expert.vlm."
     module: SmolVLANetwork
 
     def __init__(

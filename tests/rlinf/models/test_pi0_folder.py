@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlinf.envs.observations import encode_instruction
 from rlinf.errors import ConfigError, DataError
 from rlinf.models import pi0_folder
 from rlinf.models.checkpoint_tensors import network_shapes
@@ -35,6 +37,7 @@ from tests.rlinf.models.test_pi0 import made
 
 KINDS = sorted(POLICIES)
 MANIFEST = Path(__file__).with_name("pi0_tensors.json")
+SENTENCEPIECE = Path(__file__).with_name("sentencepiece")
 EMBEDDINGS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
 OPENPI_CAMERAS = {"base_0_rgb": "front", "left_wrist_0_rgb": "wrist"}
@@ -177,6 +180,25 @@ def test_a_folder_of_openpi_acts_as_that_of_lerobot(tmp_path: Path, kind: str) -
     torch.testing.assert_close(scaled[0, :4], wanted)
 
 
+def test_a_sentencepiece_model_of_the_folder_is_the_tokenizer(tmp_path: Path) -> None:
+    """In the new policy's folder, and in one that was saved from it, it is a tokenizer.json."""
+    write_folder(tmp_path / "source", "pi0")
+    shutil.rmtree(tmp_path / "source" / "tokenizer")
+    shutil.copyfile(SENTENCEPIECE / "without_bytes.model", tmp_path / "source" / "tokenizer.model")
+    policy = start(tmp_path / "new", tmp_path / "source", "pi0")
+    (tmp_path / "saved").mkdir()
+    policy.save(tmp_path / "saved", policy.module.state_dict())
+    reference = json.loads((SENTENCEPIECE / "tokens.json").read_text())
+    text = "put the cup on the plate\n"
+    wanted = reference["tokens"]["without_bytes"][reference["texts"].index(text)]
+    rows = encode_instruction(text.strip())[None, None]
+    for folder in ("new", "saved"):
+        loaded = POLICIES["pi0"].load(tmp_path / folder, PiConfig(camera_map=CAMERAS))
+        tokens, mask = loaded.tokenize_prompts(rows, torch.zeros(1, 1, 4))
+        assert tokens[0, 0].tolist() == wanted
+        assert mask.all()
+
+
 @pytest.mark.usefixtures("small_variants")
 def test_openpi_says_nothing_of_the_state_in_the_prompt_so_it_is_asked_for(tmp_path: Path) -> None:
     write_folder(tmp_path / "source", "pi05")
@@ -277,11 +299,12 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     write_folder(tmp_path / "source", "pi0")
     to_openpi(tmp_path / "source", tmp_path / "openpi")
     config = PiConfig(path=tmp_path / "openpi", camera_map=OPENPI_CAMERAS)
-    with pytest.raises(DataError, match=r"model\.tokenizer_path: .*no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"tokenizer_path: .*neither tokenizer\.json"):
         POLICIES["pi0"].check_spec(config, SPEC)
     (tmp_path / "openpi" / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(DataError, match=r"only tokenizer\.model; convert it"):
+    with pytest.raises(DataError, match=r"tokenizer\.model: no SentencePiece model"):
         POLICIES["pi0"].check_spec(config, SPEC)
+    shutil.copyfile(SENTENCEPIECE / "gemma.model", tmp_path / "openpi" / "tokenizer.model")
     (tmp_path / "openpi" / "assets" / "lab" / "norm_stats.json").rename(tmp_path / "stats.json")
     with pytest.raises(DataError, match=r"model\.norm_stats: .*found: none"):
         POLICIES["pi0"].check_spec(config, SPEC)
