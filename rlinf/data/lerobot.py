@@ -431,7 +431,7 @@ def _read_rows(episode: LeRobotEpisode, start: int, stop: int, columns: list[str
     from pyarrow import ArrowException, parquet
 
     path, first = episode.data_file, episode.first_row + start
-    groups, group_start, skipped = [], 0, 0
+    groups, group_start, skipped = list[int](), 0, 0
     try:
         with parquet.ParquetFile(path) as file:
             if missing := [name for name in columns if name not in file.schema_arrow.names]:

@@ -233,8 +233,8 @@ class FlowVLAPolicy(Policy):
         action, columns = self.to_actions(chain[:, -1], observation), {}
         if random_step is not None:
             random_step = columns[RANDOM_STEP_COLUMN] = random_step.to(chain.device)
-            rows = torch.arange(len(chain), device=chain.device)[:, None]
-            chain = chain[rows, torch.stack([random_step, random_step + 1], 1)]
+            samples = torch.arange(len(chain), device=chain.device)[:, None]
+            chain = chain[samples, torch.stack([random_step, random_step + 1], 1)]
         tau = self._chain_fractions(chain, random_step)
         velocity, noise_outputs = self.module.velocity(prefix, chain[:, :-1], tau)
         logprobs, _ = self._chain_logprobs(chain, velocity, noise_outputs, temperature, random_step)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE, LeRobotDataset
+from rlinf.data.lerobot import LeRobotDataset
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import ActionBox, ValueLevel, compute_statistics
 from rlinf.models.base import ModelSpec
@@ -32,6 +32,7 @@ from rlinf.safetensors_io import load_tensors
 from rlinf.verified_io import copy_file, read_text
 
 CAMERA_PREFIX, EMPTY_CAMERA_PREFIX = "observation.images.", "observation.images.empty_camera_"
+STATE_FEATURE, ACTION_FEATURE = "observation.state", "action"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
 """LeRobot's names of features, processors and normalization steps."""

@@ -305,8 +305,8 @@ def apply_fsdp(
         output_dtype=precision.param_dtype,
         cast_forward_inputs=False,
     )
-    for unit in policy.float32_modules():
-        fully_shard(unit, mesh=mesh, mp_policy=full_precision)
+    for exact in policy.float32_modules():
+        fully_shard(exact, mesh=mesh, mp_policy=full_precision)
     # A unit never spans two networks, because one of them may be gathered without the other.
     units = [
         unit for stack in policy.block_stacks() for unit in _group_blocks(stack, wrap_min_bytes)

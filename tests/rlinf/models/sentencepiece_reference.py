@@ -67,7 +67,7 @@ def main() -> None:
         (FOLDER / f"{name}.model").write_bytes(model.getvalue())
         processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
         tokens[name] = [processor.encode(text, add_bos=True) for text in TEXTS]
-    (FOLDER / "tokens.json").write_text(json.dumps({"texts": TEXTS, "tokens": tokens}, indent=1))
+    (FOLDER / "tokens.json").write_text(json.dumps({"texts": TEXTS, "tokens": tokens}))
 
 
 if __name__ == "__main__":
