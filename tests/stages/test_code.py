@@ -198,6 +198,28 @@ def test_the_data_file_of_a_simulator_counts_too(compose: Compose, tmp_path: Pat
     assert CodeSnapshot.current(config).changed_names(before) == ["file:task.kwargs.chains"]
 
 
+@pytest.mark.parametrize("place", ["meta/info.json", "data/chunk-000/episode_000000.parquet"])
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_demonstrations_count_for_the_stages_that_learn_from_them(
+    compose: Compose, tmp_path: Path, place: str, coefficient: float
+) -> None:
+    """For updates only in co-training. Tables and videos of a data set count by their size."""
+    for name in ("meta/info.json", "data/chunk-000/episode_000000.parquet"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True)
+        (tmp_path / "set" / name).write_text("{}")
+    values = compose(f"algorithm.sft_loss_coef={coefficient}")
+    data = {"demonstration_data": str(tmp_path / "set")}
+    values["task"] = {"name": "gym", "id": "CartPole-v1", **data}
+    config = validate(RunConfig, values)
+    before = CodeSnapshot.current(config)
+    assert set(before.files) == {"file:task.demonstration_data"}
+    (tmp_path / "set" / place).write_text("{ }")
+    after = CodeSnapshot.current(config)
+    assert after.changed_names(before) == ["file:task.demonstration_data"]
+    assert before.digest("sft") != after.digest("sft")
+    assert (before.digest("train") != after.digest("train")) == (coefficient > 0)
+
+
 def test_an_interpreter_is_no_data_file(compose: Compose) -> None:
     values = compose()
     values["task"] = {"name": "gym", "id": "CartPole-v1", "python": sys.executable}
