@@ -114,7 +114,7 @@ class ValueRange:
 
 
 class PolicyFolder:
-    """What the files of a policy folder say about its inputs and actions."""
+    """The facts about inputs and actions in the files of a policy folder."""
 
     is_scaled: np.ndarray | None = None
     """Whether an action component is scaled, bool ``[A]``; None: all are."""
