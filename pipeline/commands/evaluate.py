@@ -280,7 +280,7 @@ def show_suites(result: EvaluationResult) -> None:
 def proportion_cells(value: Proportion) -> tuple[str, str, str]:
     """Return the number of episodes, the share and its interval, in per cent."""
     low, high = value.interval
-    return str(value.count), f"{100 * value.mean:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"
+    return str(value.total), f"{100 * value.mean:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"
 
 
 def show_comparison(left: Path, right: Path) -> dict[str, SetComparison]:

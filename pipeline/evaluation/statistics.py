@@ -37,20 +37,21 @@ class Proportion(NamedTuple):
     """A share of successful episodes."""
 
     successes: int
-    count: int
+    total: int
+    """Number of episodes."""
 
     @property
     def mean(self) -> float:
-        return self.successes / self.count
+        return self.successes / self.total
 
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of Wilson (1927, JASA 22), which also holds near 0 and 1."""
         z2 = Z_95 * Z_95
-        center = (self.successes + z2 / 2) / (self.count + z2)
-        failures = self.count - self.successes
-        spread = Z_95 * math.sqrt(self.successes * failures / self.count + z2 / 4)
-        half = spread / (self.count + z2)
+        center = (self.successes + z2 / 2) / (self.total + z2)
+        failures = self.total - self.successes
+        spread = Z_95 * math.sqrt(self.successes * failures / self.total + z2 / 4)
+        half = spread / (self.total + z2)
         # Rounding would move an end that is 0 or 1.
         return center - half if self.successes else 0.0, center + half if failures else 1.0
 

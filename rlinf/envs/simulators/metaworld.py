@@ -10,6 +10,7 @@ published policies (:class:`BenchmarkMetaWorldEnv`).
 from __future__ import annotations
 
 import difflib
+import importlib
 import warnings
 from typing import Any
 
@@ -144,8 +145,7 @@ class BenchmarkMetaWorldEnv(MetaWorldEnv):
 
     def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return the image of a camera, uint8 ``[H, W, 3]``."""
-        import mujoco
-
+        mujoco: Any = importlib.import_module("mujoco")
         if (height, width) not in self._renderers:
             self._renderers[height, width] = mujoco.Renderer(self.unwrapped.model, height, width)
         renderer = self._renderers[height, width]

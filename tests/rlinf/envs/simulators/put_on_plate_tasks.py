@@ -26,6 +26,7 @@ class StandIn(PickCubeEnv):
 
     def _initialize_episode(self, env_idx: Any, options: dict[str, Any]) -> None:
         super()._initialize_episode(env_idx, options)
-        assert options["obj_set"] == self.obj_set
-        place = 0.02 * float(options["episode_id"][0])
+        assert options.get("obj_set", self.obj_set) == self.obj_set
+        # The first episode, at construction, has no options.
+        place = 0.02 * float(options.get("episode_id", [0])[0])
         self.cube.set_pose(Pose.create_from_pq(p=torch.tensor([[place, 0.0, 0.02]])))

@@ -78,11 +78,11 @@ def test_other_chains_than_the_benchmarks_are_refused_if_it_is_asked_for(
     content = json.loads(Path(kwargs["chains"]).read_text())
     content["chains"] = content["chains"][:10]
     (tmp_path / "chains.json").write_text(json.dumps(content))
-    asked = {**kwargs, "fingerprint": FINGERPRINT}
+    options = {**kwargs, "fingerprint": FINGERPRINT}
     with pytest.raises(ValueError, match=r"kwargs\.chains: .*its 10 chains have the fingerprint"):
-        calvin.make("chains", {**asked, "chains": str(tmp_path / "chains.json")})
+        calvin.make("chains", {**options, "chains": str(tmp_path / "chains.json")})
     with pytest.raises(ValueError, match="begins with 'none'"):
-        calvin.make("none", asked)
+        calvin.make("none", options)
 
 
 def test_chains_and_first_states_are_those_of_the_benchmark(kwargs: dict[str, Any]) -> None:

@@ -102,8 +102,10 @@ def test_published_images_are_liberos_own_rotated_by_half_a_turn() -> None:
     )
     raw = np.frombuffer(ran.stdout[-2 * 64 * 64 * 3 :], np.uint8).reshape(2, 64, 64, 3)
     for number, camera in enumerate(sizes):
-        published = shown["benchmark"][camera][0]
-        np.testing.assert_array_equal(published, raw[number][::-1, ::-1])
+        published, rotated = shown["benchmark"][camera][0], raw[number][::-1, ::-1].astype(float)
+        # LIBERO renders its observations up to one physics step earlier.
+        assert abs(published - rotated).mean() < 1
+        assert abs(published - rotated[::-1, ::-1]).mean() > 10
         upright = shown["own"][camera][0].astype(float)
         distances = [abs(upright - image).mean() for image in (published[:, ::-1], published)]
         assert distances[0] < 0.5 * distances[1], "only mirrored, apart from shadows"
