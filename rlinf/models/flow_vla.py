@@ -9,6 +9,7 @@ which LeRobot's networks lack.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,8 +73,8 @@ class FlowVLAPolicy(Policy):
     trains_padding: ClassVar[bool] = True
     """Whether imitation also trains the padding components of actions."""
     module: FlowVLANetwork
-    vlm_prefix: ClassVar[str]
-    """Prefix of the names of the vision-language model's parameters."""
+    vlm_parameters: ClassVar[re.Pattern[str]]
+    """Matches the beginning of the names of the vision-language model's parameters."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class FlowVLAPolicy(Policy):
         self.supports_lora = config.noise_method != "learned" and not config.freeze_vlm
         if config.freeze_vlm:
             for name, parameter in module.named_parameters():
-                parameter.requires_grad_(not name.startswith(self.vlm_prefix))
+                parameter.requires_grad_(not self.vlm_parameters.match(name))
         self._has_single_step = config.likelihood == "single_step"
         self.num_denoising_steps = num_steps
         """Number of denoising steps ``N``."""

@@ -83,6 +83,7 @@ class Gr00tPolicy(FlowVLAPolicy):
     folder_class = Gr00tFolder
     module: Gr00tNetwork
     trains_padding = False
+    vlm_parameters = re.compile(r"model\.backbone\.")
 
     def __init__(
         self,

@@ -511,7 +511,7 @@ class Gr00tNetwork(FlowVLANetwork):
             masks = [parts[is_image_block][:, None, None] for is_image_block in periods]
         weights = prompt_mask[..., None].to(features.dtype)
         summary = (features * weights).sum(1) / weights.sum(1)
-        return Gr00tPrefix([], prompt_mask, summary, state, features, masks)
+        return Gr00tPrefix([], prompt_mask, summary, state, features=features, block_masks=masks)
 
     def velocity(
         self, prefix: PrefixCache, points: Tensor, tau: Tensor

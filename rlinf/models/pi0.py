@@ -8,6 +8,7 @@ All actions of a chunk attend to each other, so the whole chunk is denoised. The
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -83,7 +84,7 @@ class Pi0Policy(FlowVLAPolicy):
 
     Config = PiConfig
     folder_class = PiFolder
-    vlm_prefix = PREFIX
+    vlm_parameters = re.compile(re.escape(PREFIX))
     kind: ClassVar[str] = "pi0"
     """The type in LeRobot's ``config.json``."""
     module: PiNetwork

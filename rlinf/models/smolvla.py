@@ -7,6 +7,7 @@ not computed. The folder has LeRobot's format (:mod:`rlinf.models.smolvla_folder
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ class SmolVLAPolicy(FlowVLAPolicy):
 
     Config = SmolVLAConfig
     folder_class = SmolVLAFolder
-    vlm_prefix = "model.vlm_with_expert.vlm."
+    vlm_parameters = re.compile(r"model\.vlm_with_expert\.vlm\.")
     module: SmolVLANetwork
 
     def __init__(

@@ -8,6 +8,7 @@ All actions of a chunk attend to each other, so the whole chunk is denoised. The
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -81,6 +82,10 @@ class WallOSSPolicy(FlowVLAPolicy):
     Config = WallOSSConfig
     folder_class = WallOSSFolder
     trains_padding = False
+    # The second feed-forward expert of each layer is the one of the actions.
+    vlm_parameters = re.compile(
+        r"model\.(visual|model\.(embed_tokens|norm|layers\.\d+\.(?!moe\.experts\.1\.)))"
+    )
     module: WallNetwork
 
     def __init__(
