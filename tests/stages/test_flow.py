@@ -66,6 +66,7 @@ def _sections(iterations: int, staleness: int) -> dict[str, object]:
 
     return {
         "task": Section(model_extra=None),
+        "algorithm": Section(model_extra=None),
         "iterations": iterations,
         "evaluate": Section(every=1),
         "rollout": Section(staleness=staleness, max_resamples=None),
