@@ -131,6 +131,8 @@ class Gr00tConfig(FlowVLAConfig):
     crop_fraction: float | None = Field(default=None, gt=0, le=1)
     """Part of the height and width of an image that the model sees, from the center; null: that of
     the folder, 0.95 for published folders of N1.5, 1 for a new network."""
+    layers: int = Field(default=4, gt=0)
+    """Layers of the language model."""
     expert_layers: int = Field(default=4, ge=2)
     """Blocks of the diffusion transformer; every second one attends to images and prompt."""
     expert_hidden: int = Field(default=64, gt=0)

@@ -91,7 +91,7 @@ def write_folder(folder: Path, version: Any, **changes: Any) -> None:
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in module.parameters():
-            tensor.add_(0.15 * torch.randn(tensor.shape, generator=random))
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
     tensors = {name: t.detach().contiguous() for name, t in module.state_dict().items()}
     names = sorted(tensors)
     files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}

@@ -139,7 +139,7 @@ def test_all_parts_learn_from_what_is_said_of_actions(tmp_path: Path, version: s
     moved = {n for n, t in named.items() if t.grad is not None and t.grad.any()}
     for part in (*PARTS, *["future_tokens"] * (version == "n1.5")):
         assert any(part in name for name in moved), part
-    # The value head learns from values; position 0 of N1.7's second block of norms is in use.
+    # The value head learns from values alone. Attention does not depend on biases of keys.
     assert {n for n in named if "value_head" not in n} - moved <= {
         n for n in named if n.endswith("k_proj.bias")
     }
