@@ -127,17 +127,18 @@ def minimum_bytes(policy: Any) -> dict[str, int]:
     import torch
 
     weights = {tensor.untyped_storage().data_ptr() for tensor in policy.module.parameters()}
-    inputs, outside = dict[int, int](), dict[int, int]()
-    blocks: list[dict[int, int]] = []
+    # Storages by address. They are kept, so that no other one gets an address.
+    inputs, outside = dict[int, Any](), dict[int, Any]()
+    blocks: list[dict[int, Any]] = []
 
-    def save(storages: dict[int, int], tensor: Any) -> Any:
+    def save(storages: dict[int, Any], tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor  # which keeps the storage, so that no other one has its address
+            storages[storage.data_ptr()] = storage
+        return tensor
 
     for block in policy.blocks():
-        forward, storages = block.forward, dict[int, int]()
+        forward, storages = block.forward, dict[int, Any]()
         blocks.append(storages)
 
         def counted(
@@ -159,14 +160,14 @@ def minimum_bytes(policy: Any) -> dict[str, int]:
     parameters = sum(tensor.nbytes for tensor in policy.module.parameters())
     kept = {**inputs, **outside}
     largest = max(
-        sum(size for storage, size in storages.items() if storage not in kept)
+        sum(storage.nbytes() for address, storage in storages.items() if address not in kept)
         for storages in blocks
     )
     return {
         "weights": parameters,
         "gradients": parameters,
         "moments": 2 * parameters,
-        "activations": sum(kept.values()) + largest,
+        "activations": sum(storage.nbytes() for storage in kept.values()) + largest,
     }
 
 
