@@ -21,7 +21,7 @@ from pipeline.commands.world_model import check
 
 ROOT = RUNS / "world_model"
 REAL = "experiment=metaworld_pixels"
-RECORDED_ITERATIONS = 4
+RECORDED_ITERATIONS = 5
 REAL_SAMPLES = 200
 
 

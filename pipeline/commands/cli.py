@@ -392,7 +392,7 @@ def demonstrations(
 def world_model(
     source: Annotated[Path, typer.Argument(help="A run with one camera in a real simulator")],
     file: Annotated[Path, typer.Argument(help="New file for the world model")],
-    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps")] = 2000,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps")] = 3000,
     seed: Annotated[int, typer.Option(min=0, help="Random seed")] = 0,
     check: Annotated[
         bool,

@@ -160,8 +160,8 @@ def save_world_model(
         starts, test_starts: first frames of training and held-out episodes, uint8 ``[n, H, W, 3]``.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
-    tensors[TRAIN_STARTS] = torch.from_numpy(np.ascontiguousarray(starts))
-    tensors[TEST_STARTS] = torch.from_numpy(np.ascontiguousarray(test_starts))
+    tensors[TRAIN_STARTS] = torch.from_numpy(np.array(starts, order="C"))
+    tensors[TEST_STARTS] = torch.from_numpy(np.array(test_starts, order="C"))
     save_file(tensors, f"{file}.part", {METADATA_KEY: json.dumps(asdict(spec))})
     os.replace(f"{file}.part", file)  # noqa: PTH105 - as the other files of a simulator process
 
@@ -219,7 +219,7 @@ def fit_world_model(
     for step in range(1, steps + 1):
         losses = _losses(model, *_draw_windows(episodes, random, device))
         optimizer.zero_grad()
-        torch.stack(list(losses.values())).sum().backward()
+        torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
         schedule.step()
