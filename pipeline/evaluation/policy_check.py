@@ -176,7 +176,7 @@ def _check_images(
 ) -> CheckedAspect:
     is_rotated = bool(task.kwargs.get(IMAGES_KEY))
     for name, where in folder.steps():
-        if is_rotated and any(word in name for word in ("rotat", "flip", "libero")):
+        if is_rotated and any(word in name for word in ("rotate", "rotation", "flip", "libero")):
             raise DataError(
                 f"{where}: {name} would rotate images again; {suite} shows them rotated by 180 "
                 "degrees. Take the step out"

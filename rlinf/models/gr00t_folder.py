@@ -207,7 +207,11 @@ def new_gr00t_config(config: Gr00tConfig, spec: ModelSpec) -> dict[str, Any]:
     if config.version == "n1.5":
         head |= {"action_dim": features["max_action_dim"], "num_target_vision_tokens": 4}
         backbone = {"select_layer": config.layers, "project_to_dim": None}
-        stored = {"model_type": "gr00t_n1_5", "action_head_cfg": head, "backbone_cfg": backbone}
+        stored: dict[str, Any] = {
+            "model_type": "gr00t_n1_5",
+            "action_head_cfg": head,
+            "backbone_cfg": backbone,
+        }
     else:
         stored = {"model_type": "Gr00tN1d7", **head, "select_layer": config.layers}
     modes = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "QUANTILES"}

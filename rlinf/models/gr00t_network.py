@@ -107,7 +107,8 @@ class TimeEncoder(nn.Module):
         exponents = -math.log(MAX_PERIOD) * torch.arange(half, device=time.device) / (half - 1)
         angles = time[:, None] * exponents.exp()
         sinusoids = torch.cat([angles.cos(), angles.sin()], -1)
-        hidden = layers["linear_1"](sinusoids.to(layers["linear_1"].weight.dtype))
+        first: Any = layers["linear_1"]
+        hidden = first(sinusoids.to(first.weight.dtype))
         out: Tensor = layers["linear_2"](F.silu(hidden))
         return out
 
@@ -146,7 +147,7 @@ class DiTAttention(nn.Module):
         return out
 
     def _split_heads(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return states.reshape(*states.shape[:-1], self.heads, -1).transpose(1, 2)
 
 
 class DiTBlock(nn.Module):
@@ -215,7 +216,7 @@ class DiffusionTransformer(nn.Module):
         """Return ``[n * K, S, output_dim]`` for hidden states ``[n * K, S, width]`` at times
         ``[n * K]``."""
         condition = self.timestep_encoder(time)
-        sources = prefix.layers or [prefix.features] * len(self.cross_blocks)
+        sources: list[Any] = [*prefix.layers] or [prefix.features] * len(self.cross_blocks)
         pairs = zip(sources, prefix.block_masks, strict=True)
         prefixes = dict(zip(self.cross_blocks, pairs, strict=True))
         for index, block in enumerate(self.transformer_blocks):
