@@ -224,7 +224,7 @@ def test_held_out_chains_are_scored_by_how_many_subtasks_were_solved(
     [
         ({"id": "open_drawers"}, "no chain of CALVIN begins with 'open_drawers'; near it: open_dr"),
         ({"images": {"top": [8, 8]}}, r"task\.images\.top: no such camera; there are static, gri"),
-        ({"kwargs": {"chain": 1}}, r"task\.kwargs\.chain: there are annotations, chains, folder"),
+        ({"kwargs": {"chain": 1}}, r"task\.kwargs\.chain: there are annotations, chains, finger"),
         ({"kwargs": {"folder": "/"}}, r"task\.kwargs\.folder: there is no /calvin_env/envs/play"),
     ],
 )
