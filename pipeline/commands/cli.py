@@ -261,7 +261,10 @@ def evaluate(
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Score a language model on sets of problems, or a robot policy on a suite of tasks."""
+    """Score a language model or a robot policy.
+
+    A language model is scored on sets of problems, a robot policy on a suite of tasks.
+    """
     from pipeline.commands.evaluate import PAGE, read_robot_suite, run_evaluation, show_result
     from pipeline.resume import OnMismatch
 

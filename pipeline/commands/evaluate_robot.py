@@ -157,10 +157,10 @@ def _model_words(model: Path, folder: Path, overrides: Sequence[str]) -> list[st
     path = f"model.path={to_override_value(str(folder))}"
     if (model / CONFIG_FILE).is_file():
         config = Run.open(model).config
-        if "path" not in policy_class(config)[0].Config.model_fields:
+        if policy_class(config)[0].folder_class is None:
             raise ConfigError(
-                f"{model}: model.name is {config.model.name}, which does not start from a folder; "
-                "suites are for vision-language-action policies"
+                f"{model}: model.name is {config.model.name}, and suites are for "
+                "vision-language-action policies"
             )
         options = {k: v for k, v in (config.model.model_extra or {}).items() if k != "path"}
         stored = [f"model.{key}={to_override_value(value)}" for key, value in options.items()]

@@ -235,7 +235,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
         "lm-simulator",
         "cartpole",
         LANGUAGE,
-        ["model.name: 'causal_lm'", "alternatives: cnn, flow, mlp"],
+        ["model.name: 'causal_lm'", "alternatives: cnn, flow, gr00t, mlp"],
     ),
     ("decoding-simulator", "cartpole", DECODING, ["engine.name: 'transformers'", "direct"]),
     (

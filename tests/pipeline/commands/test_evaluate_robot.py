@@ -206,7 +206,7 @@ def test_policies_without_a_folder_are_refused(tmp_path: Path) -> None:
         f"run.root={tmp_path}",
     ]
     run_experiment(compose_words([*words, "run.name=cart", "log.trackers=[]"]))
-    with pytest.raises(ConfigError, match=r"cart: model\.name is mlp, which does not start from"):
+    with pytest.raises(ConfigError, match=r"cart: model\.name is mlp, and suites are for"):
         compose_suite(tmp_path / "cart", SUITE, [])
 
 
