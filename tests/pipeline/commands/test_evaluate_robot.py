@@ -98,6 +98,7 @@ def test_a_suite_has_results_by_task_and_videos_of_its_worst_episodes(
     page = (run.folder / "report" / "evaluation.html").read_text()
     assert f'src="../{suite.videos[0]}"' in page
     assert "turn on the right lamp" in page
+    assert "right, initial state 0, score 0 (front)" in page
     assert result.model_digest in page
     assert suite.protocol_digest in page
     show_result(result)
