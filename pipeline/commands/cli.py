@@ -222,7 +222,7 @@ def data(
     run_or_experiment: RunOrOverrides,
     prompts: Annotated[int, typer.Option(min=0, help="Number of prompts of each set")] = 2,
 ) -> None:
-    """Show columns of data files and the first prompts, rendered."""
+    """Show columns of data files and the first rendered prompts."""
     from pipeline.commands.show_data import show_data
 
     show_data(run_or_experiment, prompts)
@@ -402,9 +402,9 @@ def world_model(
         typer.Option("--check", help="Measure FILE on the newest evaluation of the run instead"),
     ] = False,
 ) -> None:
-    """Fit a world model to the rollouts of a run, and measure it on held-out episodes.
+    """Fit a world model to the rollouts of a run.
 
-    Train in it with task=world_model.
+    It is measured on held-out episodes. Train in it with task=world_model.
     """
     from pipeline.commands import world_model as command
 
@@ -436,7 +436,7 @@ def convert(
         typer.Option(help="Folder with Llama 2's tokenizer, for a native (Prismatic) OpenVLA"),
     ] = None,
 ) -> None:
-    """Convert a GGUF file or an OpenVLA checkpoint to a model folder.
+    """Convert a GGUF file or OpenVLA weights to a model folder.
 
     Set model.path to that folder.
     """
