@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.envs.observations import encode_instruction
 from rlinf.models.action_expert import AdaptiveNorm, resize_with_padding
 from rlinf.models.character_tokenizer import read_tokenizer
-from rlinf.models.denoising import noise_fractions
 from rlinf.models.pi0 import Pi0Policy
 from rlinf.models.pi0_folder import PiConfig
-from rlinf.trainers.base import loss_from_steps
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC, request, stirred
 from tests.rlinf.models.pi0_folders import POLICIES
@@ -63,82 +60,6 @@ def rolled_out(folder: Path, kind: str, temperature: float = 1.0, **options: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("noise", "temperature"), [("sde", 1.0), ("learned", 0.6), ("sde", 0.0)])
-def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
-    tmp_path: Path, kind: str, noise: str, temperature: float
-) -> None:
-    made(tmp_path, kind, noise_method=noise)
-    records = rolled_out(tmp_path, kind, temperature, noise_method=noise)
-    assert records[0].logprobs.shape == records[0].actions.shape == (3, 4, 3)
-    config = PiConfig(**SIZES, noise_method=noise)
-    learns = acting.trainer(POLICIES[kind], config, tmp_path)
-    acting.assert_recomputed(learns, records, temperature)
-    learns.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_first_update_has_ratios_of_one_and_a_gradient(tmp_path: Path, kind: str) -> None:
-    made(tmp_path, kind)
-    learns = acting.trainer(POLICIES[kind], PiConfig(**SIZES), tmp_path)
-    acting.assert_first_update(learns, rolled_out(tmp_path, kind), "action")
-    learns.close()
-
-
-def test_a_value_for_each_action_is_recomputed_and_learned_from(tmp_path: Path) -> None:
-    made(tmp_path, "pi05", value_level="action")
-    config = PiConfig(**SIZES, value_level="action")
-    acting.assert_values_of_actions(POLICIES["pi05"], config, tmp_path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("options", "near"),
-    [
-        ({"gradient_checkpointing": True}, 1e-5),
-        ({"param_dtype": "bfloat16"}, 0.05),
-        ({"lora": {"rank": 2}}, 1e-5),
-    ],
-    ids=["recomputed", "bfloat16", "adapters"],
-)
-def test_ways_of_training_have_the_same_loss_and_learn(
-    tmp_path: Path, kind: str, options: dict[str, Any], near: float
-) -> None:
-    if "lora" in options:
-        pytest.importorskip("peft")
-    policy, records = made(tmp_path, kind), rolled_out(tmp_path, kind)
-    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
-    known, found = policy.module.state_dict(), []
-    for each in ({}, options):
-        learns = acting.trainer(POLICIES[kind], PiConfig(**SIZES), tmp_path, **each)
-        found.append(learns.step(records, loss, lr=1e-2)["loss"])
-        state = learns.full_state_dict()
-        learns.close()
-    assert found[1] == pytest.approx(found[0], rel=near)
-    assert state.keys() == known.keys()
-    moved = {name for name, tensor in state.items() if not torch.equal(tensor, known[name])}
-    for part in ("vision_model", "language_model", "gemma_expert.model"):
-        assert any(part in name for name in moved), part
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path, kind: str) -> None:
-    made(tmp_path, kind)
-    acting.assert_shares_learn_what_one_learns(POLICIES[kind], __name__, tmp_path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_parts_learn_from_what_is_said_of_actions(tmp_path: Path, kind: str) -> None:
-    policy = made(tmp_path, kind, noise_method="learned")
-    batch = policy.collate(rolled_out(tmp_path, kind, noise_method="learned"))
-    policy.evaluate(batch, 1.0).logprobs.square().sum().backward()
-    moved = {n for n, t in policy.module.named_parameters() if t.grad is not None and t.grad.any()}
-    for part in (*PARTS, "action_out_proj", "time_mlp_in", "time_mlp_out", "noise_head"):
-        assert any(part in name for name in moved), part
-    assert any("dense" in name for name in moved) == (kind == "pi05")
-    assert any("state_proj" in name for name in moved) == (kind == "pi0")
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_everything_that_is_shown_matters_at_its_own_step_alone(tmp_path: Path, kind: str) -> None:
     policy = made(tmp_path, kind)
     batch = policy.collate(rolled_out(tmp_path, kind))
@@ -151,43 +72,6 @@ def test_everything_that_is_shown_matters_at_its_own_step_alone(tmp_path: Path, 
             after = policy.evaluate(changed, 1.0).logprobs
             moved = ((after - before).abs() > 1e-6).flatten(2).any(-1).nonzero().tolist()
             assert moved == [[1, 2]], name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_points_of_other_noise_fractions_do_not_matter(tmp_path: Path, kind: str) -> None:
-    """So one pass over the chain gives what the sampler got step by step."""
-    policy = made(tmp_path, kind)
-    batch = policy.collate(rolled_out(tmp_path, kind))
-    row = {name: column[0, :1] for name, column in batch.items()}
-    points, tau = row["chain"][:, :-1], noise_fractions(policy.num_denoising_steps)
-    images = [row["images.front"], row["images.wrist"]]
-    with torch.no_grad():
-        prefix = policy.module.encode_prefix(
-            row["prompt"], row["prompt_mask"], row["state"], *images
-        )
-        together = policy.module.velocity(prefix, points, tau)[0]
-        for index in range(len(tau)):
-            one = policy.module.velocity(prefix, points[:, [index]], tau[[index]])[0]
-            torch.testing.assert_close(one[:, 0], together[:, index], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_actions_of_a_chunk_matter_to_the_first_ones(tmp_path: Path, kind: str) -> None:
-    """Also those that are not carried out: the whole chunk is denoised."""
-    made(tmp_path / "whole", kind)
-    (tmp_path / "first").mkdir()
-    config = PiConfig(path=tmp_path / "whole", chunk_size=2)
-    POLICIES[kind].create(config, SPEC, 0, tmp_path / "first")
-    policy = POLICIES[kind].load(tmp_path / "first", config)
-    seen = {n: torch.tensor(c) for n, c in request(5, 0).steps.items() if n != "sample"}
-    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 5))
-    assert noise.shape == (5, 5, 4, 3)
-    other = noise.clone()
-    other[:, 0, 3] += 1
-    with torch.no_grad():
-        one, two = (policy.act(seen, drawn, 1.0)["action"] for drawn in (noise, other))
-    assert one.shape == (5, 2, 3)
-    assert ((one - two).abs() > 1e-6).any()
 
 
 @pytest.mark.parametrize(
@@ -253,35 +137,3 @@ def test_pictures_that_are_not_square_stand_in_the_middle() -> None:
     assert found[2:6].all()
     assert not found[:2].any()
     assert not found[6:].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_imitation_makes_it_do_what_was_shown(tmp_path: Path, kind: str) -> None:
-    """One action for an instruction, another for the other one."""
-    config = PiConfig(**SIZES)
-    POLICIES[kind].create(config, SPEC, 0, tmp_path)
-    policy = POLICIES[kind].load(tmp_path, config)
-    optimizer = torch.optim.Adam(policy.module.parameters(), 3e-3)
-    steps: dict[str, Any] = {n: c for n, c in request(16, 0).steps.items() if n != "sample"}
-    steps["observations"] = steps.pop("observation")
-    is_push = np.arange(16) % 2
-    steps[INSTRUCTION_COLUMN] = np.stack(
-        [encode_instruction("push" if push else "reach") for push in is_push]
-    )
-    wanted = np.where(is_push[:, None], 0.8, -0.8) * np.array([1, -1, 0.5])
-    chunks, losses = np.repeat(wanted[:, None], 4, 1).astype(np.float32), []
-    for number in range(150):
-        columns = step_fields({**steps, "actions": wanted.astype(np.float32)})
-        shown = policy.prepare_demonstration(Trajectory(identity=RecordId(number, 0), **columns))
-        shown.actions = chunks
-        loss = -policy.evaluate(policy.collate([shown]), 1.0).logprobs.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert np.mean(losses[-10:]) < 0.3 * losses[0]
-    seen = {n: torch.tensor(c) for n, c in steps.items()}
-    seen["observation"] = seen.pop("observations")
-    with torch.no_grad():
-        done = policy.act(seen, None, 0.0)["action"].numpy()
-    assert np.abs(done - chunks).mean() < 0.25

@@ -16,7 +16,6 @@ from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.models.denoising import CHAIN_COLUMN, DenoisingProcess
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
-from rlinf.trainers.base import loss_from_steps
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC, request, stirred
 
@@ -78,28 +77,6 @@ def test_chunks_of_normal_data_come_out_as_normal_data(level: float) -> None:
     assert torch.allclose(found.std(0), std, rtol=0.05)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-@pytest.mark.parametrize("noise", ["sde", "learned"])
-def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
-    tmp_path: Path, temperature: float, noise: str
-) -> None:
-    """Row by row, whatever the lengths of the instructions beside it."""
-    policy = made(tmp_path, noise_method=noise)
-    records = rolled_out(tmp_path, temperature, noise_method=noise)
-    assert records[0].logprobs.shape == records[0].actions.shape == (3, 4, 3)
-    assert records[0].policy_columns["chain"].shape == (3, policy.num_denoising_steps + 1, 4, 3)
-    learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES, noise_method=noise), tmp_path)
-    acting.assert_recomputed(learns, records, temperature)
-    learns.close()
-
-
-def test_a_value_for_each_action_is_recomputed_and_learned_from(tmp_path: Path) -> None:
-    made(tmp_path, value_level="action")
-    acting.assert_values_of_actions(
-        SmolVLAPolicy, SmolVLAConfig(**SIZES, value_level="action"), tmp_path
-    )
-
-
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])
 def test_a_first_update_has_ratios_of_one_and_a_gradient(tmp_path: Path, level: Any) -> None:
     made(tmp_path)
@@ -139,50 +116,6 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
             loss.backward()
             optimizer.step()
     assert np.mean(means[-3:]) > 0.4 * means[0], "rewards are below 0"
-
-
-def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path) -> None:
-    made(tmp_path)
-    acting.assert_shares_learn_what_one_learns(SmolVLAPolicy, __name__, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "near"),
-    [
-        ({"gradient_checkpointing": True}, 1e-5),
-        ({"param_dtype": "bfloat16"}, 0.02),
-        ({"lora": {"rank": 2}}, 1e-5),
-    ],
-    ids=["recomputed", "bfloat16", "adapters"],
-)
-def test_ways_of_training_have_the_same_loss_and_learn(
-    tmp_path: Path, options: dict[str, Any], near: float
-) -> None:
-    if "lora" in options:
-        pytest.importorskip("peft")
-    policy, records = made(tmp_path), rolled_out(tmp_path)
-    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
-    known = policy.module.state_dict()
-    found = []
-    for each in ({}, options):
-        learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES), tmp_path, **each)
-        found.append(learns.step(records, loss, lr=1e-2)["loss"])
-        state = learns.full_state_dict()
-        learns.close()
-    assert found[1] == pytest.approx(found[0], rel=near)
-    assert state.keys() == known.keys()
-    moved = {name for name, tensor in state.items() if not torch.equal(tensor, known[name])}
-    for part in ("vision_model", "text_model", "lm_expert"):
-        assert any(part in name for name in moved), part
-
-
-def test_all_parts_learn_from_what_is_said_of_actions(tmp_path: Path) -> None:
-    policy = made(tmp_path, noise_method="learned")
-    batch = policy.collate(rolled_out(tmp_path, noise_method="learned"))
-    policy.evaluate(batch, 1.0).logprobs.square().sum().backward()
-    moved = {n for n, t in policy.module.named_parameters() if t.grad is not None and t.grad.any()}
-    for part in (*PARTS, "action_out_proj", "action_time_mlp", "noise_head"):
-        assert any(part in name for name in moved), part
 
 
 def test_everything_that_is_shown_matters_at_its_own_step_alone(tmp_path: Path) -> None:

@@ -17,14 +17,12 @@ from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.envs.observations import encode_instruction
 from rlinf.models.character_tokenizer import read_tokenizer
-from rlinf.models.denoising import noise_fractions
 from rlinf.models.images import ImageProcessor
 from rlinf.models.wall_oss import WallOSSPolicy
 from rlinf.models.wall_oss_folder import WallOSSConfig
 from rlinf.models.wall_oss_network import resized_shapes, time_code, to_patches
-from rlinf.trainers.base import loss_from_steps
 from tests.rlinf.models import acting
-from tests.rlinf.models.acting import SPEC, request, stirred
+from tests.rlinf.models.acting import SPEC, stirred
 from tests.rlinf.models.wall_oss_folders import start, write_folder
 
 SIZES: dict[str, Any] = {
@@ -61,75 +59,6 @@ def rolled_out(folder: Path, temperature: float = 1.0, **options: Any) -> Any:
     return acting.rolled_out(WallOSSPolicy, config, folder, temperature)
 
 
-@pytest.mark.parametrize(("noise", "temperature"), [("sde", 1.0), ("learned", 0.6), ("sde", 0.0)])
-def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
-    tmp_path: Path, noise: str, temperature: float
-) -> None:
-    made(tmp_path, noise_method=noise)
-    records = rolled_out(tmp_path, temperature, noise_method=noise)
-    assert records[0].logprobs.shape == records[0].actions.shape == (3, 4, 3)
-    config = WallOSSConfig(**{**SIZES, "noise_method": noise})
-    learns = acting.trainer(WallOSSPolicy, config, tmp_path)
-    acting.assert_recomputed(learns, records, temperature)
-    learns.close()
-
-
-def test_a_first_update_has_ratios_of_one_and_a_gradient(tmp_path: Path) -> None:
-    made(tmp_path)
-    learns = acting.trainer(WallOSSPolicy, WallOSSConfig(**SIZES), tmp_path)
-    acting.assert_first_update(learns, rolled_out(tmp_path), "action")
-    learns.close()
-
-
-def test_a_value_for_each_action_is_recomputed_and_learned_from(tmp_path: Path) -> None:
-    made(tmp_path, value_level="action")
-    config = WallOSSConfig(**{**SIZES, "value_level": "action"})
-    acting.assert_values_of_actions(WallOSSPolicy, config, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "near"),
-    [
-        ({"gradient_checkpointing": True}, 1e-5),
-        ({"param_dtype": "bfloat16"}, 0.05),
-        ({"lora": {"rank": 2}}, 1e-5),
-    ],
-    ids=["recomputed", "bfloat16", "adapters"],
-)
-def test_ways_of_training_have_the_same_loss_and_learn(
-    tmp_path: Path, options: dict[str, Any], near: float
-) -> None:
-    if "lora" in options:
-        pytest.importorskip("peft")
-    policy, records = made(tmp_path), rolled_out(tmp_path)
-    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
-    known, found = policy.module.state_dict(), []
-    for each in ({}, options):
-        learns = acting.trainer(WallOSSPolicy, WallOSSConfig(**SIZES), tmp_path, **each)
-        found.append(learns.step(records, loss, lr=1e-2)["loss"])
-        state = learns.full_state_dict()
-        learns.close()
-    assert found[1] == pytest.approx(found[0], rel=near)
-    assert state.keys() == known.keys()
-    moved = {name for name, tensor in state.items() if not torch.equal(tensor, known[name])}
-    for part in ("visual.blocks", "self_attn.q_proj", "moe.experts.0", "moe.experts.1"):
-        assert any(part in name for name in moved), part
-
-
-def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path) -> None:
-    made(tmp_path)
-    acting.assert_shares_learn_what_one_learns(WallOSSPolicy, __name__, tmp_path)
-
-
-def test_all_parts_learn_from_what_is_said_of_actions(tmp_path: Path) -> None:
-    policy = made(tmp_path, noise_method="learned")
-    batch = policy.collate(rolled_out(tmp_path, noise_method="learned"))
-    policy.evaluate(batch, 1.0).logprobs.square().sum().backward()
-    moved = {n for n, t in policy.module.named_parameters() if t.grad is not None and t.grad.any()}
-    for part in (*PARTS, "noise_head"):
-        assert any(part in name for name in moved), part
-
-
 def test_everything_that_is_shown_matters_at_its_own_step_alone(tmp_path: Path) -> None:
     policy = made(tmp_path)
     batch = policy.collate(rolled_out(tmp_path))
@@ -155,18 +84,6 @@ def encoded(policy: WallOSSPolicy, folder: Path) -> tuple[dict[str, Tensor], Any
         rows["prompt"], rows["prompt_mask"], rows["state"], *images
     )
     return rows, prefix
-
-
-def test_points_of_other_noise_fractions_do_not_matter(tmp_path: Path) -> None:
-    """So one pass over the chain gives what the sampler got step by step."""
-    policy = made(tmp_path)
-    with torch.no_grad():
-        rows, prefix = encoded(policy, tmp_path)
-        points, tau = rows["chain"][:, :-1], noise_fractions(policy.num_denoising_steps)
-        together = policy.module.velocity(prefix, points, tau)[0]
-        for index in range(len(tau)):
-            one = policy.module.velocity(prefix, points[:, [index]], tau[[index]])[0]
-            torch.testing.assert_close(one[:, 0], together[:, index], atol=1e-5, rtol=0)
 
 
 def test_the_cache_of_the_prefix_is_exact(tmp_path: Path) -> None:
@@ -229,24 +146,6 @@ def rotated(states: Tensor, places: Tensor, layer: Any) -> Tensor:
         result[..., index] = one * angle.cos() - two * angle.sin()
         result[..., half + index] = two * angle.cos() + one * angle.sin()
     return result
-
-
-def test_all_actions_of_a_chunk_matter_to_the_first_ones(tmp_path: Path) -> None:
-    """Also those that are not carried out: the whole chunk is denoised."""
-    made(tmp_path / "whole")
-    (tmp_path / "first").mkdir()
-    config = WallOSSConfig(path=tmp_path / "whole", chunk_size=2)
-    WallOSSPolicy.create(config, SPEC, 0, tmp_path / "first")
-    policy = WallOSSPolicy.load(tmp_path / "first", config)
-    seen = {n: torch.tensor(c) for n, c in request(5, 0).steps.items() if n != "sample"}
-    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 5))
-    assert noise.shape == (5, 5, 4, 3)
-    other = noise.clone()
-    other[:, 0, 3] += 1
-    with torch.no_grad():
-        one, two = (policy.act(seen, drawn, 1.0)["action"] for drawn in (noise, other))
-    assert one.shape == (5, 2, 3)
-    assert ((one - two).abs() > 1e-6).any()
 
 
 def test_padding_of_actions_is_not_trained(tmp_path: Path) -> None:
@@ -325,34 +224,3 @@ def test_times_are_told_apart_by_slow_and_fast_waves() -> None:
     torch.testing.assert_close(
         found[2, :4], torch.tensor([1, 1e4 ** (-1 / 3), 1e4 ** (-2 / 3), 1e-4]).sin()
     )
-
-
-def test_imitation_makes_it_do_what_was_shown(tmp_path: Path) -> None:
-    """One action for an instruction, another for the other one."""
-    config = WallOSSConfig(**SIZES)
-    WallOSSPolicy.create(config, SPEC, 0, tmp_path)
-    policy = WallOSSPolicy.load(tmp_path, config)
-    optimizer = torch.optim.Adam(policy.module.parameters(), 3e-3)
-    steps: dict[str, Any] = {n: c for n, c in request(16, 0).steps.items() if n != "sample"}
-    steps["observations"] = steps.pop("observation")
-    is_push = np.arange(16) % 2
-    steps[INSTRUCTION_COLUMN] = np.stack(
-        [encode_instruction("push" if push else "reach") for push in is_push]
-    )
-    wanted = np.where(is_push[:, None], 0.8, -0.8) * np.array([1, -1, 0.5])
-    chunks, losses = np.repeat(wanted[:, None], 4, 1).astype(np.float32), []
-    for number in range(150):
-        columns = step_fields({**steps, "actions": wanted.astype(np.float32)})
-        shown = policy.prepare_demonstration(Trajectory(identity=RecordId(number, 0), **columns))
-        shown.actions = chunks
-        loss = -policy.evaluate(policy.collate([shown]), 1.0).logprobs.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert np.mean(losses[-10:]) < 0.3 * losses[0]
-    seen = {n: torch.tensor(c) for n, c in steps.items()}
-    seen["observation"] = seen.pop("observations")
-    with torch.no_grad():
-        done = policy.act(seen, None, 0.0)["action"].numpy()
-    assert np.abs(done - chunks).mean() < 0.25
