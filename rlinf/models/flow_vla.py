@@ -10,14 +10,15 @@ which LeRobot's networks lack.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -31,6 +32,7 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import action_chunks, reset_mismatched_value_head
 from rlinf.models.action_expert import FlowVLANetwork, PrefixCache
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
+from rlinf.models.checkpoint_tensors import check_tensors
 from rlinf.models.denoising import (
     CHAIN_COLUMN,
     RANDOM_STEP_COLUMN,
@@ -406,6 +408,43 @@ def read_weights(folder: Path, module: FlowVLANetwork) -> dict[str, Tensor]:
             tensors.setdefault(name, tensor)
     known = {n: t for n, t in tensors.items() if n in initial or not n.startswith(ADDED_HEADS)}
     return reset_mismatched_value_head(known, initial, folder)
+
+
+Network = TypeVar("Network", bound=FlowVLANetwork)
+
+
+def load_network(
+    folder: Path,
+    create: Callable[[], Network],
+    adapt: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    *,
+    assign: bool = True,
+) -> tuple[Network, dict[str, Tensor]]:
+    """Create the network of a policy folder with the folder's weights, float32.
+
+    Args:
+        folder: The policy folder.
+        create: Creates the network. Only its heads need weights if ``assign`` is true.
+        adapt: Converts the folder's tensors by name to those of the network.
+        assign: Whether the tensors replace the parameters; false for networks with tied weights.
+
+    Returns:
+        The network, and its tensors by name as the folder has them.
+
+    Raises:
+        DataError: Files are missing, damaged, or inconsistent.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = create()
+        tensors = adapt(read_weights(folder, module))
+        check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
+        floats = {name: tensor.float() for name, tensor in tensors.items()}
+        module.load_state_dict(floats, assign=assign)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
+    return module, tensors
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -34,7 +33,7 @@ from rlinf.models.flow_vla import (
     FlowVLAPolicy,
     check_spec_kinds,
     check_tokenizer_size,
-    read_weights,
+    load_network,
     write_weights,
 )
 from rlinf.models.gr00t_folder import (
@@ -194,16 +193,11 @@ class Gr00tPolicy(FlowVLAPolicy):
         vlm_folder, vlm_settings = read_gr00t_vlm(folder, settings, None)
         tokenizer = read_tokenizer(vlm_folder)
         image_token_id = _image_token_id(tokenizer, settings, vlm_folder)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                module = _create_network(settings, vlm_settings, config, image_token_id, "meta")
-            tensors = _from_published(read_weights(folder, module))
-            check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
-            floats = {name: tensor.float() for name, tensor in tensors.items()}
-            module.load_state_dict(floats, assign=True)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
+        module, tensors = load_network(
+            folder,
+            lambda: _create_network(settings, vlm_settings, config, image_token_id, "meta"),
+            _from_published,
+        )
         embeddings = next(len(t) for n, t in tensors.items() if n.endswith(EMBEDDINGS))
         check_tokenizer_size(folder, tokenizer, embeddings)
         return cls(module, folder, config, settings, tokenizer)

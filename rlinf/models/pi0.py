@@ -15,12 +15,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from rlinf.data.episodes import decode_instruction
-from rlinf.errors import DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.character_tokenizer import (
     DEFAULT_ALPHABET,
@@ -35,7 +33,7 @@ from rlinf.models.flow_vla import (
     FlowVLAPolicy,
     check_spec_kinds,
     check_tokenizer_size,
-    read_weights,
+    load_network,
     write_weights,
 )
 from rlinf.models.hf_folder import check_weight_files, tensor_files
@@ -180,17 +178,8 @@ class Pi0Policy(FlowVLAPolicy):
             DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_pi_config(folder, cls.kind)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                module = _create_network(settings, config, "meta")
-            tensors = read_weights(folder, module)
-            check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
-            floats = {name: tensor.float() for name, tensor in tensors.items()}
-            module.load_state_dict(floats, assign=True)
-            tokenizer = read_tokenizer(folder / TOKENIZER_FOLDER)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
+        module, tensors = load_network(folder, lambda: _create_network(settings, config, "meta"))
+        tokenizer = read_tokenizer(folder / TOKENIZER_FOLDER)
         check_tokenizer_size(folder, tokenizer, len(tensors[TOKEN_EMBEDDINGS]))
         return cls(module, folder, config, settings, tokenizer)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -25,13 +24,12 @@ from rlinf.models.character_tokenizer import (
     read_tokenizer,
     write_character_tokenizer,
 )
-from rlinf.models.checkpoint_tensors import check_tensors
 from rlinf.models.flow_vla import (
     HEADS_FILE,
     FlowVLAPolicy,
     check_spec_kinds,
     check_tokenizer_size,
-    read_weights,
+    load_network,
     write_weights,
 )
 from rlinf.models.hf_folder import WEIGHTS_FILE, check_weight_files, copy_non_weight_files
@@ -178,19 +176,13 @@ class SmolVLAPolicy(FlowVLAPolicy):
         """
         settings = read_policy_config(folder)
         vlm_settings = read_vlm_config(*locate_vlm(folder, settings, None), VLM_TYPES)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                module = _create_network(settings, vlm_settings, config)
-            tensors = read_weights(folder, module)
-            for name, other in ((LM_HEAD, TOKEN_EMBEDDINGS), (TOKEN_EMBEDDINGS, LM_HEAD)):
-                if other in tensors:  # only one of two tied weights is stored
-                    tensors.setdefault(name, tensors[other])
-            check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
-            module.load_state_dict(tensors)
-            tokenizer = read_tokenizer(folder / VLM_FOLDER)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
+        module, tensors = load_network(
+            folder,
+            lambda: _create_network(settings, vlm_settings, config),
+            _with_tied_tensors,
+            assign=False,
+        )
+        tokenizer = read_tokenizer(folder / VLM_FOLDER)
         check_tokenizer_size(folder, tokenizer, len(tensors[TOKEN_EMBEDDINGS]))
         return cls(module, folder, config, settings, tokenizer)
 
@@ -203,6 +195,14 @@ class SmolVLAPolicy(FlowVLAPolicy):
         models: Any = self.module.model.vlm_with_expert
         vlm, expert = models.vlm.model, models.lm_expert
         return [*vlm.vision_model.encoder.layers, *vlm.text_model.layers, *expert["layers"]]
+
+
+def _with_tied_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add the other one of two tied weights, of which only one is stored."""
+    for name, other in ((LM_HEAD, TOKEN_EMBEDDINGS), (TOKEN_EMBEDDINGS, LM_HEAD)):
+        if other in tensors:
+            tensors.setdefault(name, tensors[other])
+    return tensors
 
 
 def _create_network(

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from rlinf.data.lerobot import ACTION_FEATURE, STATE_FEATURE
-from rlinf.errors import DataError
 from rlinf.models.base import ModelSpec
 from rlinf.models.character_tokenizer import DEFAULT_ALPHABET, write_character_tokenizer
 from rlinf.models.checkpoint_tensors import check_tensors, stored_shapes
@@ -29,7 +27,7 @@ from rlinf.models.flow_vla import (
     FlowVLAPolicy,
     check_spec_kinds,
     check_tokenizer_size,
-    read_weights,
+    load_network,
     write_weights,
 )
 from rlinf.models.hf_folder import (
@@ -147,7 +145,13 @@ class WallOSSPolicy(FlowVLAPolicy):
         write_wall_processors(folder, settings, statistics)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = _create_network(folder, settings, config)[0]
+            module = _create_network(
+                vlm_folder,
+                settings,
+                config,
+                read_network_config(vlm_folder, "model.path"),
+                read_wall_tokenizer(vlm_folder),
+            )
         write_weights(folder, module.state_dict())
 
     @classmethod
@@ -186,16 +190,13 @@ class WallOSSPolicy(FlowVLAPolicy):
             DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_policy_config(folder)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                module, network, tokenizer = _create_network(folder, settings, config, "meta")
-            tensors = read_weights(folder, module)
-            check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
-            floats = {name: tensor.float() for name, tensor in tensors.items()}
-            module.load_state_dict(floats, assign=True)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
+        vlm_folder = folder / VLM_FOLDER
+        network = read_network_config(vlm_folder, "model.path")
+        tokenizer = read_wall_tokenizer(vlm_folder)
+        module, tensors = load_network(
+            folder,
+            lambda: _create_network(vlm_folder, settings, config, network, tokenizer, "meta"),
+        )
         check_tokenizer_size(folder, tokenizer, len(tensors[TOKEN_EMBEDDINGS]))
         return cls(module, folder, config, settings, network, tokenizer)
 
@@ -258,10 +259,10 @@ def _read_source(config: WallOSSConfig, spec: ModelSpec) -> WallSource:
     tensors = network_tensors(shapes, is_tied=network["tie_word_embeddings"])
     # The embeddings are enlarged to the tokenizer, whatever config.json says.
     network["vocab_size"] = tensors.get(TOKEN_EMBEDDINGS, [network["vocab_size"]])[0]
-    module = _create_network(vlm_folder, settings, WallOSSConfig(), "meta", network)[0].model
-    stored = {name.removeprefix("model."): shape for name, shape in tensors.items()}
-    check_tensors(f"model.path: {source}", stored, module)
     tokenizer = read_wall_tokenizer(vlm_folder)
+    module = _create_network(vlm_folder, settings, WallOSSConfig(), network, tokenizer, "meta")
+    stored = {name.removeprefix("model."): shape for name, shape in tensors.items()}
+    check_tensors(f"model.path: {source}", stored, module.model)
     check_tokenizer_size(vlm_folder, tokenizer, network["vocab_size"])
     return WallSource(settings, network, vlm_folder, normalizer)
 
@@ -270,28 +271,26 @@ def _create_network(
     folder: Path,
     settings: Mapping[str, Any],
     config: WallOSSConfig,
+    network: dict[str, Any],
+    tokenizer: Tokenizer,
     device: str = "cpu",
-    network: dict[str, Any] | None = None,
-) -> tuple[WallNetwork, dict[str, Any], Tokenizer]:
-    """Return a new network, its ``config.json``, and its tokenizer.
+) -> WallNetwork:
+    """Return a new network.
 
     Args:
-        folder: A policy folder, or that of the network if its configuration is given.
+        folder: The folder with the image preprocessing.
         settings: LeRobot's ``config.json``.
         config: The options of the heads.
+        network: The network's ``config.json``.
+        tokenizer: The network's tokenizer.
         device: ``meta`` for a network without weights.
-        network: The network's ``config.json``; None: that of the policy folder.
 
     Raises:
-        DataError: A file is missing or malformed.
+        DataError: The image preprocessing is missing or malformed.
     """
-    if network is None:
-        folder = folder / VLM_FOLDER
-        network = read_network_config(folder, "model.path")
-    tokenizer = read_wall_tokenizer(folder)
     state_token_id = tokenizer.token_to_id(STATE_TOKEN)
     assert state_token_id is not None, "it was checked"
-    module = WallNetwork(
+    return WallNetwork(
         network,
         ImageProcessor.from_folder(folder, network),
         state_token_id=state_token_id,
@@ -301,7 +300,6 @@ def _create_network(
         learned_noise=config.noise_method == "learned",
         device=device,
     )
-    return module, network, tokenizer
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
