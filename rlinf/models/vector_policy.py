@@ -73,7 +73,7 @@ class VectorPolicy(Policy):
             check_tensors(str(folder), {name: t.shape for name, t in tensors.items()}, module)
             module.load_state_dict(tensors)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            raise DataError(f"{folder}: not a policy folder ({error})") from None
+            raise DataError(f"model.path: {folder}: not a policy folder ({error})") from None
         return cls(module, settings)
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:

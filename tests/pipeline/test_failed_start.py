@@ -14,7 +14,7 @@ import yaml
 
 from pipeline.commands.experiment import drive, prepare_run, run_experiment
 from pipeline.run import Run
-from rlinf.errors import ConfigError, MismatchError
+from rlinf.errors import InputError, MismatchError
 from stages.layout import CONFIG_FILE, PLAN_FILE, RUN_FILE
 from tests.pipeline.helpers import contents
 from tests.pipeline.test_orders import forget_code
@@ -71,7 +71,7 @@ def small(compose: Compose, *words: str) -> dict[str, Any]:
 def test_what_can_be_seen_before_is_refused_before_the_folder_is_made(
     compose: Compose, tmp_path: Path, word: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(InputError, match=message):
         run_experiment(small(compose, word))
     assert not (tmp_path / "first").exists()
 
