@@ -31,6 +31,7 @@ from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.test_policy import SMALL
 from tests.rlinf.algorithms.test_update import SCORES, samples
 from tests.rlinf.models import acting
+from tests.rlinf.trainers.ranks import run_ranks
 from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, records
 
 __all__ = ["folder"]
@@ -49,11 +50,18 @@ class Guided(Learner):
         return self.shown
 
 
-def plain_trainer(cls: Any, config: Any, folder: Path, **options: Any) -> FSDPTrainer:
+def plain_trainer(
+    cls: Any,
+    config: Any,
+    folder: Path,
+    world: ProcessGroupInfo | None = None,
+    **options: Any,
+) -> FSDPTrainer:
     """A trainer whose step subtracts the gradient."""
     optimizer = OptimizerSection(name="sgd", lr=1.0, betas=(0.0, 0.9), clip_grad=1e9)
     settings = FSDPConfig(device="cpu", max_tokens_per_microbatch=400, **options)
-    return FSDPTrainer(cls.load(folder, config), settings, optimizer, ProcessGroupInfo())
+    world = world or ProcessGroupInfo()
+    return FSDPTrainer(cls.load(folder, config), settings, optimizer, world)
 
 
 def change(made: FSDPTrainer, step: Any) -> dict[str, Tensor]:
@@ -172,6 +180,37 @@ def test_micro_batches_do_not_change_the_sum(folder: Path) -> None:
         )
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-3, atol=2e-6, msg=name)
+
+
+SHARED = """
+import sys
+from pathlib import Path
+import torch
+from rlinf.channels.process_group import ProcessGroupInfo
+from tests.rlinf.algorithms.test_co_training import BETA, Guided, case, change, plain_trainer
+
+folder, own, name, rank = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+(own / str(rank)).mkdir()
+cls, config, algorithm, options, settings, learned, shown = case(name, own / str(rank))
+source = folder if name == "text" else own / str(rank)
+
+def stepped(world):
+    made = plain_trainer(cls, config, source, world, fsdp_wrap_min_mb=0)
+    own_algorithm = algorithm(options(sft_loss_coef=BETA, **settings))
+    return change(made, lambda made: own_algorithm.update(Guided(made, shown), [learned]))
+
+shared = stepped(ProcessGroupInfo(rank, 2, rendezvous_file=own / "channels" / "group-t.json"))
+alone = stepped(ProcessGroupInfo())
+assert any(tensor.abs().max() > 1e-3 for tensor in alone.values())
+for key, tensor in alone.items():
+    torch.testing.assert_close(shared[key], tensor, rtol=1e-3, atol=2e-6, msg=key)
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("name", ["text", "flow"])
+def test_two_processes_add_what_one_adds(name: str, folder: Path, tmp_path: Path) -> None:
+    run_ranks(SHARED, 2, folder, tmp_path, name)
 
 
 def test_a_task_without_demonstrations_is_refused(folder: Path) -> None:
