@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+from rlinf.config import EvaluateSection
 from rlinf.data.trajectory import Trajectory, loss_mask
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
@@ -84,7 +85,7 @@ def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None
     policy = eval_policy_runner(engine_for(config, tmp_path))
     sampling = SimpleNamespace(non_default_settings=dict)
     rollout = SimpleNamespace(horizon=10, sampling=sampling)
-    evaluate = SimpleNamespace(samples=2, horizon=None, temperature=1.0, sampling=None)
+    evaluate = EvaluateSection(samples=2, temperature=1.0)
     values: Any = SimpleNamespace(
         config=SimpleNamespace(evaluate=evaluate, rollout=rollout),
         report_progress=lambda *_: None,
