@@ -517,6 +517,39 @@ def check_sections(settings: Mapping[str, Any], path: Path) -> None:
             raise DataError(f"model.path: {path}: {key} has no {feature}")
 
 
+def check_supported(
+    settings: Mapping[str, Any],
+    is_unsupported: Mapping[str, bool],
+    path: Path,
+    model: str,
+    cures: Mapping[str, str] | None = None,
+) -> None:
+    """Check that a policy's ``config.json`` has no unsupported option.
+
+    Args:
+        settings: The file's values.
+        is_unsupported: Whether the value of an option of this policy is unsupported. Options of all
+            policies of LeRobot are checked too.
+        path: The file.
+        model: ``model.name``.
+        cures: The ends of error messages, by option.
+
+    Raises:
+        DataError: An option is unsupported; names the first one.
+    """
+    image_mode = settings["normalization_mapping"].get("VISUAL", "IDENTITY")
+    checks = {
+        **is_unsupported,
+        "use_peft": bool(settings.get("use_peft")),
+        "normalization_mapping": image_mode != "IDENTITY",
+    }
+    for name in (name for name, value in checks.items() if value):
+        raise DataError(
+            f"model.path: {path}: {name} is {settings[name]}, which model.name={model} does not "
+            f"support{(cures or {}).get(name, '')}"
+        )
+
+
 def read_vlm_config(folder: Path, key: str, types: Sequence[str]) -> dict[str, Any]:
     """Read the ``config.json`` of a vision-language model.
 

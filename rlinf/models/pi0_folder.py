@@ -32,6 +32,7 @@ from rlinf.models.lerobot_folder import (
     FeatureStatistics,
     FlowVLAConfig,
     check_sections,
+    check_supported,
     check_task,
     feature_size,
     new_features,
@@ -280,19 +281,11 @@ def read_pi_config(
     is_unsupported = {
         **{name: settings[name] != DEFAULTS[name] for name in sampling},
         "n_obs_steps": settings["n_obs_steps"] != 1,
-        "use_peft": bool(settings.get("use_peft")),
         "use_relative_actions": bool(settings.get("use_relative_actions")) and not relative,
         "image_resolution": width != height,
-        "normalization_mapping": settings["normalization_mapping"].get("VISUAL", "IDENTITY")
-        != "IDENTITY",
     }
-    if unsupported := [name for name, value in is_unsupported.items() if value]:
-        name = unsupported[0]
-        cure = "; name them in model.relative_action_dims" if name == "use_relative_actions" else ""
-        raise DataError(
-            f"model.path: {path}: {name} is {settings[name]}, which model.name={kind} does not "
-            f"support{cure}"
-        )
+    cures = {"use_relative_actions": "; name them in model.relative_action_dims"}
+    check_supported(settings, is_unsupported, path, kind, cures)
     return settings
 
 

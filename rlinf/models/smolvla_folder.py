@@ -22,6 +22,7 @@ from rlinf.models.lerobot_folder import (
     FeatureStatistics,
     FlowVLAConfig,
     check_sections,
+    check_supported,
     check_task,
     locate_vlm,
     new_features,
@@ -160,16 +161,8 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
         "n_obs_steps": settings["n_obs_steps"] != 1,
         "num_expert_layers": expert_layers > 0 and expert_layers != vlm_layers,
         "resize_imgs_with_padding": settings["resize_imgs_with_padding"] is None,
-        "use_peft": bool(settings.get("use_peft")),
-        "normalization_mapping": settings["normalization_mapping"].get("VISUAL", "IDENTITY")
-        != "IDENTITY",
     }
-    if unsupported := [name for name, value in is_unsupported.items() if value]:
-        name = unsupported[0]
-        raise DataError(
-            f"model.path: {path}: {name} is {settings[name]}, which model.name=smolvla does not "
-            "support"
-        )
+    check_supported(settings, is_unsupported, path, "smolvla")
     return settings
 
 

@@ -30,6 +30,7 @@ from rlinf.models.lerobot_folder import (
     FeatureStatistics,
     FlowVLAConfig,
     check_sections,
+    check_supported,
     check_task,
     feature_size,
     locate_vlm,
@@ -235,16 +236,8 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
     is_unsupported = {
         "prediction_mode": settings["prediction_mode"] != "diffusion",
         "n_obs_steps": settings["n_obs_steps"] != 1,
-        "use_peft": bool(settings.get("use_peft")),
-        "normalization_mapping": settings["normalization_mapping"].get("VISUAL", "IDENTITY")
-        != "IDENTITY",
     }
-    if unsupported := [name for name, value in is_unsupported.items() if value]:
-        name = unsupported[0]
-        raise DataError(
-            f"model.path: {path}: {name} is {settings[name]}, which model.name=wall_oss does not "
-            "support"
-        )
+    check_supported(settings, is_unsupported, path, "wall_oss")
     return settings
 
 
