@@ -40,7 +40,7 @@ from rlinf.models.denoising import (
     bounded_log_std,
     noise_fractions,
 )
-from rlinf.models.hf_folder import WEIGHTS_FILE
+from rlinf.models.hf_folder import WEIGHTS_FILE, tensor_files
 from rlinf.models.lerobot_folder import (
     FlowVLAConfig,
     action_normalizer,
@@ -408,6 +408,15 @@ def read_weights(folder: Path, module: FlowVLANetwork) -> dict[str, Tensor]:
             tensors.setdefault(name, tensor)
     known = {n: t for n, t in tensors.items() if n in initial or not n.startswith(ADDED_HEADS)}
     return reset_mismatched_value_head(known, initial, folder)
+
+
+def read_stored_tensors(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of all weight files of a folder, and those of added heads, if any."""
+    tensors: dict[str, Tensor] = {}
+    for path in tensor_files(source):
+        tensors |= load_tensors(path)
+    heads = load_tensors(source / HEADS_FILE) if (source / HEADS_FILE).is_file() else {}
+    return tensors, heads
 
 
 Network = TypeVar("Network", bound=FlowVLANetwork)

@@ -29,11 +29,11 @@ from rlinf.models.character_tokenizer import (
 from rlinf.models.checkpoint_tensors import check_tensors, stored_shapes
 from rlinf.models.flow_vla import (
     ADDED_HEADS,
-    HEADS_FILE,
     FlowVLAPolicy,
     check_spec_kinds,
     check_tokenizer_size,
     load_network,
+    read_stored_tensors,
     write_weights,
 )
 from rlinf.models.gr00t_folder import (
@@ -53,7 +53,7 @@ from rlinf.models.gr00t_folder import (
     write_gr00t_processors,
 )
 from rlinf.models.gr00t_network import Gr00tModel, Gr00tNetwork
-from rlinf.models.hf_folder import check_weight_files, tensor_files
+from rlinf.models.hf_folder import check_weight_files
 from rlinf.models.lerobot_folder import (
     VLM_FOLDER,
     action_normalizer,
@@ -65,7 +65,6 @@ from rlinf.models.lerobot_folder import (
 )
 from rlinf.models.loading import meta_parameters
 from rlinf.models.vla_base import InstructionTokenizer
-from rlinf.safetensors_io import load_tensors
 
 PREFIX = "model."
 """Prefix in the network of the names that published folders have."""
@@ -175,11 +174,8 @@ class Gr00tPolicy(FlowVLAPolicy):
         if config.norm_stats is not None:
             replace_statistics(folder, read_statistics(config.norm_stats, settings))
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
-        tensors: dict[str, Tensor] = {}
-        for path in tensor_files(source):
-            tensors |= load_tensors(path)
+        tensors, heads = read_stored_tensors(source)
         names = network_names(tensors)
-        heads = load_tensors(source / HEADS_FILE) if (source / HEADS_FILE).is_file() else {}
         write_weights(folder, {target: tensors[n] for n, target in names.items()} | heads)
 
     @classmethod

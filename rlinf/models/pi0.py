@@ -29,14 +29,14 @@ from rlinf.models.character_tokenizer import (
 from rlinf.models.checkpoint_tensors import check_tensors, stored_shapes
 from rlinf.models.flow_vla import (
     ADDED_HEADS,
-    HEADS_FILE,
     FlowVLAPolicy,
     check_spec_kinds,
     check_tokenizer_size,
     load_network,
+    read_stored_tensors,
     write_weights,
 )
-from rlinf.models.hf_folder import check_weight_files, tensor_files
+from rlinf.models.hf_folder import check_weight_files
 from rlinf.models.lerobot_folder import (
     action_normalizer,
     copy_processors,
@@ -70,7 +70,6 @@ from rlinf.models.pi0_folder import (
 from rlinf.models.pi0_network import PiNetwork
 from rlinf.models.sentencepiece_model import SENTENCEPIECE_FILE, read_sentencepiece
 from rlinf.models.vla_base import InstructionTokenizer
-from rlinf.safetensors_io import load_tensors
 
 STATE_BINS = np.linspace(-1, 1, 257)[:-1]
 """Lower edges of the bins of a normalized state component in the prompt; numbers below the first
@@ -263,9 +262,6 @@ def _expert_head(settings: Mapping[str, Any], device: str = "cpu") -> Tensor:
 
 def _source_tensors(source: Path, settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read the tensors of a folder of LeRobot or openpi, by their names in the network."""
-    stored: dict[str, Tensor] = {}
-    for path in tensor_files(source):
-        stored |= load_tensors(path)
-    heads = load_tensors(source / HEADS_FILE) if (source / HEADS_FILE).is_file() else {}
+    stored, heads = read_stored_tensors(source)
     tensors = {target: stored[name] for name, target in network_names(stored).items()}
     return {EXPERT_HEAD: _expert_head(settings), **tensors, **heads}

@@ -23,18 +23,17 @@ from rlinf.models.character_tokenizer import DEFAULT_ALPHABET, write_character_t
 from rlinf.models.checkpoint_tensors import check_tensors, stored_shapes
 from rlinf.models.flow_vla import (
     ADDED_HEADS,
-    HEADS_FILE,
     FlowVLAPolicy,
     check_spec_kinds,
     check_tokenizer_size,
     load_network,
+    read_stored_tensors,
     write_weights,
 )
 from rlinf.models.hf_folder import (
     check_checkpoint,
     check_weight_files,
     copy_non_weight_files,
-    tensor_files,
 )
 from rlinf.models.images import PREPROCESSOR_FILE, ImageProcessor
 from rlinf.models.lerobot_folder import (
@@ -71,7 +70,6 @@ from rlinf.models.wall_oss_folder import (
     write_wall_processors,
 )
 from rlinf.models.wall_oss_network import WallNetwork
-from rlinf.safetensors_io import load_tensors
 
 
 class WallOSSPolicy(FlowVLAPolicy):
@@ -161,9 +159,7 @@ class WallOSSPolicy(FlowVLAPolicy):
         settings, network, vlm_source, normalizer = _read_source(config, spec)
         (folder / VLM_FOLDER).mkdir(exist_ok=True)
         copy_non_weight_files(vlm_source.resolve(), folder / VLM_FOLDER)
-        stored: dict[str, Tensor] = {}
-        for path in tensor_files(source):
-            stored |= load_tensors(path)
+        stored, heads = read_stored_tensors(source)
         statistics = None
         if config.norm_stats is not None:
             statistics = read_statistics(config.norm_stats, settings)
@@ -178,7 +174,6 @@ class WallOSSPolicy(FlowVLAPolicy):
                 replace_statistics(folder, statistics)
         _write_json(folder / "config.json", settings)
         _write_json(folder / VLM_FOLDER / "config.json", network)
-        heads = load_tensors(source / HEADS_FILE) if (source / HEADS_FILE).is_file() else {}
         tensors = network_tensors(stored, is_tied=network["tie_word_embeddings"])
         write_weights(folder, {**tensors, **heads})
 
